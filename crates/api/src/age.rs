@@ -6,7 +6,9 @@ use serde::{Deserialize, Serialize};
 /// Age of a machine's QEMU, and whether it should be replaced.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct Age {
+    /// Name of the machine.
     pub name: String,
+    /// Age of the QEMU process.
     pub qemu: QemuAge,
     /// Reasons to rejuvenate, one sentence each; empty if there is none.
     pub reasons: Vec<String>,
@@ -18,10 +20,13 @@ pub struct Age {
 /// How a QEMU process has changed since its start.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct QemuAge {
+    /// Process id.
     pub pid: u32,
+    /// Number of this QEMU process, counted over the machine's life.
     pub generation: u32,
     /// Uptime of the QEMU process; the guest may be older.
     pub uptime_s: f64,
+    /// QEMU's version.
     pub version: String,
     /// Version of the QEMU that a rejuvenation would start; none if unknown.
     pub installed_version: Option<String>,
@@ -38,6 +43,7 @@ pub struct QemuAge {
 pub struct Growth {
     /// Value when QEMU first responded.
     pub at_start: Option<u64>,
+    /// Value now.
     pub now: Option<u64>,
 }
 

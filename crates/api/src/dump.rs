@@ -28,10 +28,14 @@ impl DumpFormat {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum DumpCompression {
+    /// Fast and small. Needs recent tools.
     #[default]
     Zstd,
+    /// Every tool can read it.
     Lzo,
+    /// Every tool can read it. The slowest.
     Zlib,
+    /// Pages are stored as they are.
     None,
 }
 
@@ -56,6 +60,7 @@ pub struct DumpRequest {
     pub pause: bool,
     /// Pages to leave out: makedumpfile's level, 0 to 31.
     pub level: Option<u8>,
+    /// Format of the file.
     pub format: Option<DumpFormat>,
     /// Compression of a kdump file; ELF files are not compressed.
     pub compression: Option<DumpCompression>,
@@ -81,10 +86,12 @@ pub enum DumpState {
     Queued,
     /// The guest kernel's page descriptors are being read to classify its pages.
     Planning,
+    /// Memory is being written.
     Writing,
     /// It cannot continue, for example because a disk is full, and waits for `hearth dump NAME --resume` or
     /// `--discard`. Nothing is lost.
     Waiting,
+    /// The file is complete.
     Complete,
     /// It ended early. The file is marked incomplete and can be read as far as it goes.
     Incomplete,
@@ -114,16 +121,20 @@ impl DumpState {
 pub struct DumpStatus {
     /// The incarnation whose memory is dumped.
     pub incarnation: u32,
+    /// Progress of the dump.
     pub state: DumpState,
     /// Why the dump waits or is incomplete.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub why: Option<String>,
     /// Whether the guest lived on after the dump began.
     pub live: bool,
+    /// Path of the file, as it is called when it is complete.
     pub file: String,
     /// makedumpfile's level; 1 or 0 if the guest's kernel was not understood.
     pub level: u8,
+    /// Format of the file.
     pub format: DumpFormat,
+    /// Compression of the file's pages.
     pub compression: DumpCompression,
     /// The kernel's panic message, if the guest panicked.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -137,6 +148,7 @@ pub struct DumpStatus {
     pub duration_s: f64,
     /// Pages that belong in the dump.
     pub pages: u64,
+    /// Pages already in the file.
     pub pages_written: u64,
     /// Pages that the level leaves out, by class.
     pub excluded: DumpExcluded,
@@ -144,6 +156,7 @@ pub struct DumpStatus {
     pub held_bytes: u64,
     /// Bytes written to the file.
     pub written_bytes: u64,
+    /// Share of the pages that are in the file, in percent.
     pub percent: f64,
     /// MiB of memory dumped per second. Zero pages take no time and do not count.
     pub mib_per_s: f64,
@@ -155,11 +168,18 @@ pub struct DumpStatus {
 /// Pages that a dump leaves out, by class; `unjudged` pages have no known class and are kept.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct DumpExcluded {
+    /// Page cache.
     pub cache: u64,
+    /// Page cache with private data of its file system.
     pub private_cache: u64,
+    /// Memory of processes.
     pub user: u64,
+    /// Free pages.
     pub free: u64,
+    /// Pages with hardware memory errors.
     pub poisoned: u64,
+    /// Pages that the guest has taken offline.
     pub offline: u64,
+    /// Pages whose class is not known.
     pub unjudged: u64,
 }

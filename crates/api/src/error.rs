@@ -1,4 +1,4 @@
-//! What the API says when it cannot do what was asked: a word for programs, a message and a hint for people.
+//! Errors of the API: a word for programs, a message and a hint for people.
 
 use std::fmt;
 
@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 /// Body of every failed request's answer.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct ApiError {
+    /// The reason, for programs.
     pub error: ErrorWord,
     /// What failed, on which named thing.
     pub message: String,

@@ -13,9 +13,11 @@ pub struct EventRecord {
     pub sequence: u64,
     /// RFC 3339, UTC, milliseconds.
     pub time: String,
+    /// Name of the machine.
     pub machine: String,
     /// The incarnation that was running or starting at that time.
     pub incarnation: u32,
+    /// What happened, with the fields of that kind.
     #[serde(flatten, deserialize_with = "known_or_not")]
     pub event: EventKind,
 }
@@ -31,6 +33,7 @@ fn known_or_not<'de, D: Deserializer<'de>>(deserializer: D) -> Result<EventKind,
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(tag = "kind", rename_all = "snake_case")]
 pub enum EventKind {
+    #[allow(missing_docs, reason = "the kinds are described; their fields are named by word and unit")]
     /// A keeper started.
     Started { pid: u32, version: String },
     /// A new keeper took over the machine's running QEMU.

@@ -11,6 +11,7 @@ pub struct ReadyRequest {}
 /// What the next boot will read if it is like the last one, how much of it memory holds, and how the last boot went.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct RemountPlan {
+    /// Name of the machine.
     pub name: String,
     /// Whether the boot is over. If false, its reads are still being recorded.
     pub ready: bool,
@@ -52,6 +53,7 @@ pub struct RemountPlan {
     /// 99th percentile of that, in µs.
     #[serde(default)]
     pub memory_read_beside_writes_us_p99: Option<f64>,
+    /// The plan by disk.
     pub disks: Vec<RemountDisk>,
     /// Partitions, or whole disks where the boot set holds no partition table.
     #[serde(default)]
@@ -73,8 +75,11 @@ pub struct RemountPlan {
 /// The plan for one disk. Hits and misses count the last boot; `later` counts what followed.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct RemountDisk {
+    /// Name of the disk.
     pub disk: String,
+    /// Blocks of this disk that the last boot read.
     pub blocks: u64,
+    /// Blocks of these that memory holds.
     pub held_blocks: u64,
     /// Blocks served from the boot set.
     pub hits: u64,
@@ -82,7 +87,9 @@ pub struct RemountDisk {
     pub ember_hits: u64,
     /// Blocks read from the image.
     pub misses: u64,
+    /// Hit rate of the last boot, in percent.
     pub hit_pct: Option<f64>,
+    /// Held blocks that no boot reads, but that are read repeatedly after ready.
     pub late_blocks: u64,
     #[serde(default)]
     pub written_blocks: u64,
@@ -93,6 +100,7 @@ pub struct RemountDisk {
 /// by volume.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct RemountVolume {
+    /// Name of the disk.
     pub disk: String,
     /// Partition number, as Linux counts. None: the whole disk, or its space outside partitions.
     pub partition: Option<u32>,
@@ -101,13 +109,17 @@ pub struct RemountVolume {
     pub label: Option<String>,
     /// Offset on the disk, in bytes.
     pub offset: u64,
+    /// Size, in bytes.
     pub bytes: u64,
+    /// Blocks that the last boot read here.
     pub blocks: u64,
+    /// Blocks of these that memory holds.
     pub held_blocks: u64,
     /// Blocks served from the boot set or the ember.
     pub hits: u64,
     /// Blocks read from the image.
     pub misses: u64,
+    /// Hit rate of the last boot, in percent.
     pub hit_pct: Option<f64>,
     /// Reads since the machine was ready; all zero if the partitions have changed since.
     #[serde(default)]
@@ -119,6 +131,7 @@ pub struct RemountVolume {
 pub struct RemountLater {
     /// Reads served from the boot set.
     pub hits: u64,
+    /// Reads served from the ember.
     pub ember_hits: u64,
     /// Reads served from the image.
     pub misses: u64,
@@ -127,9 +140,11 @@ pub struct RemountLater {
 /// Adjacent blocks that the last boot read in sequence.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct PlannedRun {
+    /// Name of the disk.
     pub disk: String,
     /// Offset on the disk, in bytes.
     pub offset: u64,
+    /// Length, in bytes.
     pub bytes: u64,
     /// Whether memory holds them. If not, they are read from the image.
     pub held: bool,
@@ -138,8 +153,10 @@ pub struct PlannedRun {
 /// Adjacent blocks that were read from the image in sequence.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct MissedRun {
+    /// Name of the disk.
     pub disk: String,
     /// Offset on the disk, in bytes.
     pub offset: u64,
+    /// Length, in bytes.
     pub bytes: u64,
 }

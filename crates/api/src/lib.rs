@@ -4,6 +4,8 @@
 //! none of them can say something else than the others. This crate holds words only: no sockets, no threads, and it
 //! knows no other crate of Hearth, so that a client can be built from it alone.
 
+#![warn(missing_docs)]
+
 mod age;
 mod dump;
 mod error;

@@ -27,6 +27,7 @@ pub struct StopRequest {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct CrashRequest {
+    /// How to make it panic.
     pub method: CrashMethod,
 }
 
@@ -73,6 +74,7 @@ pub struct ParkRequest {
 pub struct SaveRequest {
     /// Absolute path of the folder, or an address such as `s3://BUCKET/PREFIX`. It must not exist yet.
     pub folder: PathBuf,
+    /// What to do when the machine is saved.
     #[serde(default)]
     pub then: SaveThen,
     /// Compress memory with zstd.
@@ -161,6 +163,8 @@ pub struct Accepted {
 /// New size of a disk, as the guest sees it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct DiskSize {
+    /// Name of the disk.
     pub disk: String,
+    /// Its new size.
     pub bytes: u64,
 }

@@ -1,6 +1,6 @@
-//! The table of routes. One row makes the route's id, its documents, and what the client may call.
+//! The table of routes. One row defines the route's id, its documentation, and the client's call.
 //!
-//! A path is matched segment by segment; `{name}` stands for one segment. Twenty routes need no router crate.
+//! A path is matched segment by segment; `{name}` matches one segment. Twenty routes need no router crate.
 
 use std::borrow::Cow;
 
@@ -18,12 +18,14 @@ use crate::{
 /// An HTTP method.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Method {
+    /// Reads something.
     Get,
+    /// Makes a request.
     Post,
 }
 
 impl Method {
-    /// As it stands in a request.
+    /// Name of the method, as in a request.
     pub fn name(self) -> &'static str {
         match self {
             Self::Get => "GET",
@@ -34,46 +36,58 @@ impl Method {
 
 /// A request with a route of its own.
 pub trait Call: Serialize {
-    /// What the route answers.
+    /// Type of the route's answer.
     type Answer: DeserializeOwned;
-    /// The route that takes it.
+    /// The route for this request.
     const ROUTE: RouteId;
 }
 
-/// An answer that one route gives to a request without a body.
+/// The answer of a route without a request body.
 pub trait Resource: DeserializeOwned {
-    /// The route that gives it.
+    /// The route that returns it.
     const ROUTE: RouteId;
 }
 
-/// One route: all that server, client and documents need to know.
+/// One route: everything that server, client and documents need.
 pub struct Route {
+    /// Id of the route.
     pub id: RouteId,
+    /// HTTP method.
     pub method: Method,
+    /// Path, with `{name}` for each path parameter.
     pub path: &'static str,
+    /// What the route does, in one line.
     pub summary: &'static str,
-    /// What a caller must know beyond the summary.
+    /// More about the route, if the summary is not enough.
     pub details: &'static str,
+    /// Parameters of the path and of the query.
     pub parameters: &'static [Parameter],
+    /// Body of the request, if it has one.
     pub request: Option<Body>,
+    /// Body of a successful answer.
     pub response: Body,
     /// The command that makes this call.
     pub cli: &'static str,
-    /// What can go wrong besides what can go wrong with every route.
+    /// Errors of this route, besides those of every route.
     pub errors: &'static [ErrorWord],
 }
 
 /// A part of the path or of the query.
 pub struct Parameter {
+    /// Name of the parameter.
     pub name: &'static str,
+    /// Whether it is part of the path. If not, it is part of the query.
     pub in_path: bool,
+    /// What the parameter means.
     pub meaning: &'static str,
 }
 
-/// What a body is made of.
+/// Content of a body.
 #[derive(Clone, Copy)]
 pub enum Body {
+    /// One JSON value of this type.
     Json(Shape),
+    /// A JSON array of values of this type.
     JsonList(Shape),
     /// Any JSON object, documented elsewhere.
     JsonObject(&'static str),
@@ -84,7 +98,9 @@ pub enum Body {
 /// A type, by its name and schema.
 #[derive(Clone, Copy)]
 pub struct Shape {
+    /// Name of the type.
     pub name: fn() -> Cow<'static, str>,
+    /// JSON schema of the type.
     pub schema: fn(&mut SchemaGenerator) -> Schema,
 }
 
@@ -136,10 +152,10 @@ macro_rules! routes {
     ($($id:ident: $method:ident $path:literal ($($request:ident)?) -> ($($answer:tt)*) {
         $($field:ident: $value:expr,)*
     })*) => {
-        /// Every route by name: the server answers through one `match` over these.
+        /// Id of each route. The server answers through one `match` over these.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
         pub enum RouteId {
-            $($id),*
+            $(#[doc = concat!("`", $path, "`")] $id),*
         }
 
         /// All routes, in the order of the page.
@@ -289,6 +305,7 @@ routes! {
 /// Why a request fits no route.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mismatch {
+    /// No route has this path.
     NoSuchPath,
     /// The path exists with this method.
     Method(Method),

@@ -8,7 +8,9 @@ use crate::DumpStatus;
 /// The state of a machine.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct MachineStatus {
+    /// Name of the machine.
     pub name: String,
+    /// State of the machine.
     pub state: MachineState,
     /// Why the machine is in this state, for example failed or paused.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -22,15 +24,22 @@ pub struct MachineStatus {
     pub cause_of_last_end: Option<EndCause>,
     /// Time since the current incarnation started to run.
     pub uptime_s: f64,
+    /// The machine's keeper process.
     pub keeper: KeeperStatus,
+    /// The current QEMU process, if there is one.
     pub qemu: Option<QemuStatus>,
+    /// Host memory used by the machine.
     pub memory: MemoryStatus,
+    /// The machine's disks, in the order of the configuration.
     pub disks: Vec<DiskStatus>,
+    /// The machine's NVRAM and persistent memory.
     #[serde(default)]
     pub nvram: Vec<NvramStatus>,
+    /// The machine's network devices.
     pub nets: Vec<NetStatus>,
     /// Guest pages whose disk block the ledger knows.
     pub ledger_pages: u64,
+    /// What is kept of dead guests' memory.
     pub ember: EmberStatus,
     /// Running and recent dumps, oldest first.
     #[serde(default)]
@@ -65,6 +74,7 @@ pub struct MachineStatus {
 pub struct PendingChange {
     /// The key, such as `memory`, `boot.cmdline` or `disks.root.queues`.
     pub key: String,
+    /// When the change takes effect.
     pub until: PendingUntil,
 }
 
@@ -81,12 +91,16 @@ pub enum PendingUntil {
 /// A disk backed by host memory.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct NvramStatus {
+    /// Name of the device.
     pub name: String,
+    /// How it is attached.
     #[serde(default)]
     pub device: NvramDevice,
+    /// Size as the guest sees it.
     pub bytes: u64,
     /// `none`, `async` or `sync`.
     pub mirror: String,
+    /// Path of the mirror's file.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mirror_file: Option<String>,
     /// Bytes not yet in the mirror; with `sync`, bytes not yet flushed. None: there is no mirror.
@@ -98,7 +112,9 @@ pub struct NvramStatus {
     pub connected: bool,
     /// Read requests to a `disk`. Accesses to `pmem` are not counted.
     pub reads: u64,
+    /// Write requests to a `disk`.
     pub writes: u64,
+    /// Flush requests to a `disk`.
     pub flushes: u64,
 }
 
@@ -106,6 +122,7 @@ pub struct NvramStatus {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum NvramDevice {
+    /// A disk.
     #[default]
     Disk,
     /// In the guest's address space.
@@ -115,9 +132,11 @@ pub enum NvramDevice {
 /// Progress of a restore. Zero pages are not counted.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct RestoreStatus {
+    /// Folder or address of the snapshot.
     pub snapshot: String,
     /// `eager`, `lazy` or `working-set`.
     pub mode: String,
+    /// Pages in the snapshot.
     pub pages: u64,
     /// Pages loaded before the guest ran, or before this keeper took it over.
     pub pages_prefetched: u64,
@@ -125,6 +144,7 @@ pub struct RestoreStatus {
     pub pages_lazy: u64,
     /// Pages loaded beside a faulting one, or in the background.
     pub pages_filled: u64,
+    /// Pages not loaded yet.
     pub pages_missing: u64,
     /// Guest page faults served.
     #[serde(default)]
@@ -156,6 +176,7 @@ pub struct RestoreStatus {
 pub struct FrozenStatus {
     /// Number of frozen file systems. None: the agent has not answered yet, or it answered an earlier keeper.
     pub file_systems: Option<u64>,
+    /// How long they have been frozen. None: the agent has not answered yet.
     pub for_ms: Option<f64>,
     /// Why the last attempt to thaw them failed; the keeper tries again for some minutes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -165,20 +186,27 @@ pub struct FrozenStatus {
 /// Progress of a save. Pages that the guest writes meanwhile are copied and counted again.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct SaveStatus {
+    /// Folder or address of the snapshot.
     pub folder: String,
+    /// Pages to copy, as far as known.
     pub pages: u64,
+    /// Pages copied so far.
     pub pages_done: u64,
     /// Allocated bytes of images that must be copied because they cannot share blocks.
     #[serde(default)]
     pub disk_bytes: u64,
+    /// Bytes of images copied so far.
     #[serde(default)]
     pub disk_bytes_done: u64,
     /// Bytes to upload to an object store, as far as known. Parts of memory that change are sent and counted again.
     #[serde(default)]
     pub upload_bytes: u64,
+    /// Bytes uploaded so far.
     #[serde(default)]
     pub upload_bytes_done: u64,
+    /// Progress, in percent.
     pub percent: f64,
+    /// MiB copied per second.
     pub mib_per_s: f64,
     /// Time left; none if not known yet.
     pub eta_s: Option<f64>,
@@ -190,7 +218,9 @@ pub struct SaveStatus {
 /// Progress of a scan.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct ScanStatus {
+    /// Number of rounds to scan.
     pub rounds: u32,
+    /// Number of rounds scanned so far.
     pub rounds_done: u32,
 }
 
@@ -200,6 +230,7 @@ pub struct ScanStatus {
 pub enum MachineState {
     /// The first incarnation is starting.
     Starting,
+    /// The guest runs.
     Running,
     /// The guest crashed and `on_panic` is `pause` or `dump`, or it was paused from outside.
     Paused,
@@ -207,6 +238,7 @@ pub enum MachineState {
     Recovering,
     /// The guest was asked to power off, or is being ended.
     Stopping,
+    /// The machine has stopped.
     Stopped,
     /// The machine cannot continue without help; the events say why.
     Failed,
@@ -245,7 +277,9 @@ pub enum EndCause {
     Watchdog,
     /// The QEMU process ended, but not because of the guest.
     QemuDied,
+    /// The operator asked for a reboot.
     OperatorReboot,
+    /// The operator asked for a stop.
     OperatorStop,
 }
 
@@ -267,8 +301,11 @@ impl EndCause {
 /// The machine's keeper process.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct KeeperStatus {
+    /// Process id.
     pub pid: u32,
+    /// Version of Hearth.
     pub version: String,
+    /// Time since the keeper started.
     pub uptime_s: f64,
     /// The longest time in which its main loop handled one event, and took no other request.
     #[serde(default)]
@@ -278,7 +315,9 @@ pub struct KeeperStatus {
 /// The current QEMU process.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct QemuStatus {
+    /// Process id.
     pub pid: u32,
+    /// QEMU's version.
     pub version: String,
     /// Number of this QEMU process, counted over the machine's life.
     pub generation: u32,
@@ -286,6 +325,7 @@ pub struct QemuStatus {
     pub accelerator: String,
     /// Why this accelerator is used.
     pub accelerator_why: String,
+    /// Whether the keeper can handle QEMU's page faults.
     pub userfault: UserfaultStatus,
 }
 
@@ -295,6 +335,7 @@ pub struct QemuStatus {
 pub enum UserfaultStatus {
     /// Both the keeper and QEMU hold it.
     HandedOver,
+    #[allow(missing_docs, reason = "the variant says what `why` explains")]
     /// QEMU gave none; the machine runs without it.
     Absent { why: String },
 }
@@ -349,23 +390,30 @@ pub struct AdmissionStatus {
 /// A disk. Counters start with the keeper.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct DiskStatus {
+    /// Name of the disk.
     pub name: String,
+    /// Path of the image.
     pub path: String,
     /// `raw` or `qcow2`.
     pub format: String,
     /// How the image is accessed, and why.
     pub engine: String,
+    /// Whether the guest can only read it.
     pub read_only: bool,
     /// Size as the guest sees it.
     pub bytes: u64,
     /// Whether a QEMU is connected.
     pub connected: bool,
+    /// Read requests.
     pub reads: u64,
+    /// Write requests.
     pub writes: u64,
+    /// Flush requests.
     pub flushes: u64,
     /// Flushes that needed no operation on the image, because nothing had changed or another flush covered them.
     #[serde(default)]
     pub flushes_spared: u64,
+    /// Discard and write-zeroes requests.
     pub discards: u64,
     /// Gaps between writes that were filled from memory during boot, to merge the writes.
     #[serde(default)]
@@ -376,6 +424,7 @@ pub struct DiskStatus {
     pub read_warm_bytes: u64,
     /// Bytes read by the guest that came from the image.
     pub read_image_bytes: u64,
+    /// Bytes written by the guest.
     pub written_bytes: u64,
     /// Requests that failed with an I/O error of the image.
     pub io_errors: u64,
@@ -394,8 +443,11 @@ pub struct DiskStatus {
 /// Progress of fetching a disk from an object store, without zeroes.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct ArrivalStatus {
+    /// Address of the disk in the object store.
     pub source: String,
+    /// Bytes to fetch, with those already fetched.
     pub bytes: u64,
+    /// Bytes not fetched yet.
     pub missing_bytes: u64,
     /// Parts that cannot be fetched now, and why. Reads of them wait.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
@@ -407,6 +459,7 @@ pub struct ArrivalStatus {
 pub struct NetStatus {
     /// `user`, `passt` or `tap`.
     pub kind: String,
+    /// MAC address that the guest sees.
     pub mac: String,
     /// Host ports forwarded into the guest.
     #[serde(default)]
@@ -416,18 +469,23 @@ pub struct NetStatus {
 /// The ember and how it was used: kept = served + refused + remaining.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct EmberStatus {
+    /// Whether dead memory is kept.
     pub mode: EmberMode,
     /// Pages that held a disk block when the last incarnation ended, plus those left of earlier ones.
     pub pages_kept: u64,
+    /// Size of these pages.
     pub kept_bytes: u64,
     /// Pages moved to the current incarnation.
     pub pages_served: u64,
+    /// Size of these pages.
     pub served_bytes: u64,
     /// Reads served from a part of a page, which stays.
     pub pages_served_in_part: u64,
     /// Pages not used, by reason.
     pub refused: Refused,
+    /// Pages that can still be used.
     pub pages_remaining: u64,
+    /// Size of these pages.
     pub remaining_bytes: u64,
 }
 
@@ -435,7 +493,9 @@ pub struct EmberStatus {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum EmberMode {
+    /// It is kept.
     On,
+    /// It is released.
     Off,
 }
 
@@ -477,6 +537,7 @@ pub struct Recovery {
     pub phases: Vec<PhaseTime>,
     /// Disk blocks in memory when the previous incarnation ended.
     pub pages_kept: u64,
+    /// Size of these blocks.
     pub kept_bytes: u64,
     /// Memory released to the host because it was not usable.
     pub released_bytes: u64,
@@ -493,6 +554,7 @@ pub struct Recovery {
 pub struct Rejuvenation {
     /// RFC 3339.
     pub started_at: String,
+    /// Version of the old QEMU.
     pub from_version: String,
     /// Version of the new QEMU; none if unknown.
     pub version: Option<String>,
@@ -522,16 +584,20 @@ pub struct Unparked {
 /// One phase of a recovery or rejuvenation.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct PhaseTime {
+    /// Name of the phase.
     pub phase: String,
     /// Start, relative to the previous incarnation's end.
     pub started_ms: f64,
+    /// How long the phase took.
     pub duration_ms: f64,
 }
 
 /// The answer to `explain`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct Explanation {
+    /// Name of the machine.
     pub name: String,
+    /// Number of the current or last incarnation.
     pub incarnation: u32,
     /// None while the first incarnation lives.
     pub recovery: Option<Recovery>,

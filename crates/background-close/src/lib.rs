@@ -4,6 +4,8 @@
 //! time says, up to 68 years; closing a file of FUSE takes as long as its server likes. A socket closes the descriptors in
 //! its unread messages, too.
 
+#![warn(missing_docs)]
+
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Sender, channel};

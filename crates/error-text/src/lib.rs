@@ -2,6 +2,8 @@
 //!
 //! Every crate that reports errors needs this, and ground crates know nothing of each other.
 
+#![warn(missing_docs)]
+
 use std::error::Error;
 
 /// The error and all its causes, separated by colons: `cannot prepare /images: disk full`.

@@ -5,6 +5,8 @@
 //!
 //! Only what the program and this crate's tests need is public; all modules are private.
 
+#![warn(missing_docs)]
+
 use std::process::ExitCode;
 
 mod age;

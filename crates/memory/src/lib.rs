@@ -6,6 +6,8 @@
 //! RAM is in files and not in anonymous memory, because Hearth reuses the memory of dead guests. This crate does not
 //! know what the pages mean: that is the job of the ledger and the ember.
 
+#![warn(missing_docs)]
+
 mod address;
 pub mod faults;
 mod layout;

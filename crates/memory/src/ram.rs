@@ -28,6 +28,7 @@ pub struct RamFile {
 
 /// Errors of RAM files; each names the file.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "each variant's message describes it")]
 pub enum MemoryError {
     #[error("{path}: cannot be created as RAM file")]
     Create { path: PathBuf, source: io::Error },

@@ -16,6 +16,7 @@ const HUGETLBFS_MAGIC: u64 = 0x9584_58f6;
 
 /// Kind of a file system, by where it keeps its files.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[allow(missing_docs, reason = "the variants say what their numbers are")]
 pub enum FileSystemKind {
     /// Host memory, up to the size of the file system.
     Tmpfs,
@@ -42,6 +43,7 @@ pub struct Room {
 
 /// Reasons why a folder or host cannot hold a machine, or why that is unknown.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "each variant's message describes it")]
 pub enum RoomError {
     #[error("{folder}: its free space cannot be read")]
     Folder { folder: PathBuf, source: io::Error },

@@ -33,6 +33,7 @@ const QUOTED_CHARS: usize = 200;
 
 /// Errors of the guest agent.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "each variant's message describes it")]
 pub enum AgentError {
     #[error("{socket}: no connection to the guest agent's channel")]
     Connect { socket: PathBuf, source: io::Error },

@@ -24,8 +24,11 @@ pub const VERSION_MIN: Version = Version { major: 7, minor: 2, micro: 0 };
 /// Version of QEMU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Version {
+    /// First number.
     pub major: u32,
+    /// Second number.
     pub minor: u32,
+    /// Third number.
     pub micro: u32,
 }
 
@@ -47,6 +50,7 @@ pub struct Binary {
 
 /// Errors of a QEMU program; each names its path.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "each variant's message describes it")]
 pub enum BinaryError {
     #[error("{PROGRAM} is not on PATH; install QEMU (Debian: apt-get install qemu-system-x86) or set `qemu`")]
     NotFound,

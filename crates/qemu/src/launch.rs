@@ -88,6 +88,7 @@ pub struct Launch {
 
 /// What the guest boots from.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[allow(missing_docs, reason = "the variants describe their fields")]
 pub enum Boot {
     /// A kernel that QEMU loads directly.
     Kernel { kernel: PathBuf, initrd: Option<PathBuf>, cmdline: String },
@@ -153,6 +154,7 @@ pub struct NetDevice {
 
 /// The host's side of a network.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[allow(missing_docs, reason = "the variants describe their fields")]
 pub enum NetBackend {
     /// QEMU's user-mode network. If isolated, only forwarded ports work.
     User { forward: Vec<Forward>, isolated: bool },

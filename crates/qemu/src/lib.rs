@@ -2,6 +2,8 @@
 //!
 //! binary -> accelerator -> launch -> process (preload hands over its userfaultfd) -> qmp
 
+#![warn(missing_docs)]
+
 pub mod accelerator;
 pub mod agent;
 mod binary;

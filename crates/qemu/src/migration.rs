@@ -26,6 +26,7 @@ const UNLIMITED_BYTES_PER_SECOND: u64 = 1 << 40;
 
 /// State of a migration.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[allow(missing_docs, reason = "`why` is QEMU's own message")]
 pub enum Migration {
     /// No migration has begun.
     None,

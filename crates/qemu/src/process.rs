@@ -63,6 +63,7 @@ pub struct Process {
 
 /// Errors of starting and adopting a QEMU.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "each variant's message describes it")]
 pub enum ProcessError {
     #[error("{path}: the in-memory file for QEMU's output cannot be created")]
     Log { path: PathBuf, source: io::Error },

@@ -37,6 +37,7 @@ const WORD_CHARS_MAX: usize = 100;
 
 /// An event from QEMU.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[allow(missing_docs, reason = "the fields are QEMU's own")]
 pub enum QmpEvent {
     /// QEMU is about to end. `reason` is QEMU's own: `guest-reset`, `guest-shutdown`, `host-qmp-quit`, ...
     Shutdown { guest: bool, reason: String },
@@ -67,6 +68,7 @@ impl QmpEvent {
 
 /// Errors of QMP commands.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "each variant's message describes it")]
 pub enum QmpError {
     #[error("QMP: {socket}: no connection")]
     Connect { socket: PathBuf, source: io::Error },

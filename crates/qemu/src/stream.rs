@@ -38,18 +38,22 @@ impl Stream {
         self.0.try_clone().map(Self)
     }
 
+    /// As [`UnixStream::set_nonblocking`].
     pub fn set_nonblocking(&self, nonblocking: bool) -> io::Result<()> {
         self.0.set_nonblocking(nonblocking)
     }
 
+    /// As [`UnixStream::set_read_timeout`].
     pub fn set_read_timeout(&self, timeout: Option<Duration>) -> io::Result<()> {
         self.0.set_read_timeout(timeout)
     }
 
+    /// As [`UnixStream::set_write_timeout`].
     pub fn set_write_timeout(&self, timeout: Option<Duration>) -> io::Result<()> {
         self.0.set_write_timeout(timeout)
     }
 
+    /// As [`UnixStream::shutdown`].
     pub fn shutdown(&self, how: Shutdown) -> io::Result<()> {
         self.0.shutdown(how)
     }

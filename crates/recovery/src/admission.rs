@@ -46,7 +46,9 @@ const TRIM_AGAIN: Duration = Duration::from_millis(50);
 pub struct Terms {
     /// Folder of all memory files of the machine.
     pub folder: PathBuf,
+    /// Limits of the machine's memory.
     pub budget: Budget,
+    /// Dead memory, which is given up for the guest.
     pub ember: Arc<Ember>,
     /// If set, admission ends as soon as no dump holds dead memory. If not, it also lasts while an ember does not fit.
     pub only_for_dumps: bool,

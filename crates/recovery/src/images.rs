@@ -34,6 +34,7 @@ const REST_PATIENCE: Duration = Duration::from_secs(1);
 /// One disk and the files of its image.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DiskNote {
+    /// Name of the disk.
     pub disk: String,
     /// The image and its backing files.
     pub files: Vec<ImageFile>,

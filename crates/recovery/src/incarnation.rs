@@ -13,7 +13,9 @@ use hearth_memory::{MemoryError, PAGE_BYTES, RamFile};
 /// The files of one incarnation in the machine's memory folder.
 #[derive(Clone)]
 pub struct Incarnation {
+    /// Number of the incarnation. A machine's first one is 1.
     pub number: u32,
+    /// The guest's RAM.
     pub ram: Arc<RamFile>,
     /// `None` with `ember = "off"`: nothing of this incarnation is reused.
     pub ledger: Option<Arc<Mutex<Ledger>>>,
@@ -21,6 +23,7 @@ pub struct Incarnation {
 
 /// Why an incarnation's files could not be created or opened.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "each variant's message describes it")]
 pub enum IncarnationError {
     #[error("RAM of incarnation {number}")]
     Ram { number: u32, source: MemoryError },

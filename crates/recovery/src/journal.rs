@@ -1,12 +1,12 @@
-//! Journal: what a new keeper must know to carry on, in one small file of the runtime folder.
+//! Journal: the facts that a new keeper needs to continue, in one small file of the runtime folder.
 //!
-//! Written whole at every change (temporary file, rename), so that a keeper killed at any moment leaves either the old or
-//! the new one. It names facts that outlive a keeper (QEMU's process, the incarnation's files); whatever can be read from
-//! the files themselves is not repeated here.
+//! The file is replaced as a whole at every change (temporary file, rename), so a keeper killed at any moment leaves
+//! the old journal or the new one. It names facts that outlive a keeper (QEMU's process, the incarnation's files). What
+//! can be read from those files is not repeated here.
 //!
-//! These facts end with the host, so a change is not synced: the guest that is to start would wait for the disk, and with
-//! it for all that a dump has written there. A host that dies may leave a file without its content, which then tells of
-//! nothing.
+//! The facts end with the host, so changes are not synced: a guest that starts would wait for the disk, and for
+//! everything that a dump has written there. A host that dies may leave a file without its content, which counts as no
+//! journal.
 
 use std::fs;
 use std::io::{self, Write};
@@ -20,64 +20,67 @@ use serde::{Deserialize, Serialize};
 use crate::lazy_restore::Mode;
 use crate::rejuvenation::ClockDebt;
 
-/// Raised when a field changes its meaning. A keeper refuses journals of versions it does not know.
+/// Increased when a field changes its meaning. A keeper refuses journals of versions that it does not know.
 pub const JOURNAL_VERSION: u32 = 1;
 
 /// The journal of one machine.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Journal {
+    /// Version of the format: `JOURNAL_VERSION`.
     pub version: u32,
+    /// Name of the machine.
     pub machine: String,
+    /// Size of the guest's RAM.
     pub ram_bytes: u64,
     /// The living incarnation, or the last one.
     pub incarnation: u32,
-    /// Counts the QEMU processes of this machine, also those that did not come to life.
+    /// Number of QEMU processes of this machine, including those that failed to start.
     pub generation: u32,
     /// Dead incarnations whose RAM is still kept, oldest first.
     pub ember: Vec<u32>,
-    /// Dead incarnations, or a dying one, that are to be dumped.
+    /// Incarnations that must be dumped: dead, or about to end.
     #[serde(default)]
     pub dumps: Vec<DumpNote>,
-    /// The QEMU that runs the incarnation; none between two QEMUs.
+    /// The QEMU that runs the incarnation. None between two QEMUs.
     pub qemu: Option<QemuIdentity>,
-    /// A keeper took this QEMU over and has not yet heard it at all of its disks.
+    /// A keeper took this QEMU over, and has not yet received a message from it at each disk.
     #[serde(default)]
     pub greeting: bool,
-    /// A hand-over to another QEMU that had begun and was not over: see `rejuvenation`.
+    /// A hop to another QEMU that has begun and not ended: see `rejuvenation`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub hop: Option<HopNote>,
-    /// What the living guest's clock is off by since its last hop, in nanoseconds.
+    /// How far the guest's clock is off since its last hop, in nanoseconds.
     #[serde(default)]
     pub clock_debt: ClockDebt,
-    /// Disks whose write cache the living guest had switched off when it came to the QEMU that it has. QEMU does not tell the
-    /// disks' next server before it has an inflight region.
+    /// Disks whose write cache the living guest had switched off when its current QEMU got it. QEMU does not tell a
+    /// disk's next server before it has an inflight region.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub write_through: Vec<String>,
-    /// What the operator ordered and the guest is about to do: the next keeper sees to it.
+    /// A request of the operator that the guest still has to carry out. The next keeper continues it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ordered: Option<OrderNote>,
     /// Whether the guest runs, and if not, why.
     #[serde(flatten)]
     pub guest: GuestNote,
-    /// The guest's file systems are, or may be, frozen by its agent for a save. Independent of `guest`: they stay frozen from
-    /// before the pause until the agent thaws them.
+    /// The guest's file systems are frozen by its agent for a save, or may be. Independent of `guest`: they stay frozen
+    /// from before the pause until the agent thaws them.
     #[serde(default)]
     pub frozen: bool,
-    /// The living incarnation comes out of a snapshot, and may not be all there yet.
+    /// The living incarnation was restored from a snapshot, and some of its memory may still be missing.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub restore: Option<RestoreNote>,
-    /// The machine's VM generation ID: what its next boot is told. None: it has had none yet.
+    /// The machine's VM generation ID, which its next boot gets. None if it has none yet.
     #[serde(default)]
     pub vmgenid: Option<String>,
-    /// The configuration that the living guest was started with, whatever the file says today: TOML, with absolute paths.
-    /// None: an earlier keeper started the guest.
+    /// The configuration that the living guest was started with, even if the file has changed since: TOML, with
+    /// absolute paths. None if an earlier keeper started the guest.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub started_with: Option<String>,
-    /// The machine type with which a guest of this machine last came to life: kept where the file names none. None: no guest
-    /// has lived yet. Earlier keepers did not note it, and always took the same one.
+    /// Machine type of the last guest of this machine. It is kept where the configuration names none. None if no guest
+    /// has lived yet. Earlier keepers did not note it, and always used the same type.
     #[serde(default = "earlier_machine_type")]
     pub machine_type: Option<String>,
-    /// The disks that QEMU was started with, in order: a keeper that takes over must serve the same.
+    /// The disks that QEMU was started with, in order. A keeper that takes over must serve the same ones.
     pub disks: Vec<DiskIdentity>,
 }
 
@@ -85,29 +88,32 @@ fn earlier_machine_type() -> Option<String> {
     Some(EARLIER_MACHINE_TYPE.to_owned())
 }
 
-/// Whether the guest runs. In the file these are four fields (`GuestFields`), as the first keepers wrote them: a keeper may be
-/// upgraded and rolled back above a living guest, so the older one must read this as well.
+/// Whether the guest runs. In the file these are four fields (`GuestFields`), as the first keepers wrote them. A keeper
+/// may be upgraded and rolled back while a guest lives, so an older keeper must be able to read this.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(from = "GuestFields", into = "GuestFields")]
+#[allow(missing_docs, reason = "the variants describe their fields")]
 pub enum GuestNote {
     /// The guest runs, or there is none.
     #[default]
     Runs,
-    /// The guest runs while a save scans its memory. QEMU translates the guest's code anew until a keeper ends that.
+    /// The guest runs while a save scans its memory. QEMU translates the guest's code again until a keeper ends this
+    /// mode.
     Scanned,
-    /// The guest is paused for a save, or it was resumed and has not run yet. The next keeper lets it run.
+    /// The guest is paused for a save, or was resumed and has not run yet. The next keeper continues it.
     Paused,
-    /// The guest is paused for a dump to this file. The dump ends with its keeper, and the next keeper lets the guest run.
+    /// The guest is paused for a dump to this file. The dump ends with its keeper, and the next keeper continues the
+    /// guest.
     PausedForDump { file: PathBuf },
-    /// The guest is paused, to be parked in this memory folder. If its QEMU lives, the next keeper lets it run. If not, the guest
-    /// is parked only if the folder says so.
+    /// The guest is paused, to be parked in this memory folder. If its QEMU lives, the next keeper continues it. If
+    /// not, the guest is parked only if the folder says so.
     Parking { folder: PathBuf },
-    /// The guest was parked in this memory folder, and its QEMU ended. The next keeper expects to find it there.
+    /// The guest was parked in this memory folder, and its QEMU has ended. The next keeper expects it there.
     Parked { folder: PathBuf },
 }
 
 impl GuestNote {
-    /// Whether this keeper's predecessor paused the guest: its QEMU, if it lives, is to let it run.
+    /// Whether a keeper paused the guest and the next keeper must continue it, if its QEMU lives.
     pub fn is_paused(&self) -> bool {
         match self {
             Self::Paused | Self::PausedForDump { .. } | Self::Parking { .. } => true,
@@ -124,7 +130,8 @@ impl GuestNote {
     }
 }
 
-/// `GuestNote` in the file. Of the 16 combinations keepers write six; the others are read as the nearest of these.
+/// `GuestNote` as it is in the file. Keepers write six of the 16 combinations; the others are read as the nearest of
+/// these.
 #[derive(Serialize, Deserialize)]
 struct GuestFields {
     /// The guest is paused by its keeper.
@@ -165,92 +172,111 @@ impl From<GuestNote> for GuestFields {
     }
 }
 
-/// An order that ends the living incarnation.
+/// A request that ends the living incarnation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
+#[allow(missing_docs, reason = "`cold`: without the dead guest's memory")]
 pub enum OrderNote {
+    /// End the guest and start the next one.
     Reboot { cold: bool },
+    /// End the guest and stop the machine.
     Stop,
 }
 
-/// A dump that a new keeper begins or goes on with.
+/// A dump that a new keeper starts or continues.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DumpNote {
+    /// The incarnation to dump.
     pub incarnation: u32,
-    /// What it will be called when it is complete; none: not begun. Its format is in the file itself.
+    /// Name of the complete file. None if the dump has not begun. The file itself says its format.
     pub file: Option<PathBuf>,
 }
 
-/// A guest on its way out of a snapshot.
+/// The restore of the living incarnation.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RestoreNote {
+    /// Folder or address of the snapshot.
     pub snapshot: PathBuf,
-    /// Of its memory: another snapshot in that place is another guest. Earlier keepers did not note it.
+    /// Seal of the snapshot's memory: another snapshot at this path has another seal. Earlier keepers did not note it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub seal: Option<String>,
+    /// Which memory was loaded before the guest ran.
     pub mode: Mode,
-    /// Always true. Earlier keepers wrote the note sooner, without it: such a note names no machine and is void.
+    /// Always true. Earlier keepers wrote the note sooner, without this field: such a note names no machine and is
+    /// void.
     pub begun: bool,
 }
 
-/// Two QEMUs of one guest. Whoever reads this ends one of them before anything else.
+/// A hop between two QEMUs of one guest. A keeper that finds this note ends one of the two before anything else.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct HopNote {
+    /// The QEMU that the guest moves to.
     pub successor: QemuIdentity,
-    /// The point of no return was passed: the guest is the successor's. Before it, it is still `Journal::qemu`'s.
+    /// Whether the point of no return was passed. If so, the guest is the successor's; if not, it is still
+    /// `Journal::qemu`'s.
     pub committed: bool,
 }
 
-/// Tells one disk from another that the configuration may name in its place.
+/// Identity of a disk, to notice that the configuration names another one in its place.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DiskIdentity {
+    /// Name of the disk.
     pub name: String,
+    /// Path of the image.
     pub path: PathBuf,
+    /// `raw` or `qcow2`.
     pub format: String,
+    /// Whether the guest can only read it.
     pub read_only: bool,
 }
 
-/// Tells one process from all others on this host since its boot.
+/// Identity of a QEMU process: no other process of this host has had it since the host's boot.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct QemuIdentity {
+    /// Process id.
     pub pid: u32,
     /// Field 22 of /proc/PID/stat.
     pub start_ticks: u64,
-    /// QEMU generation: counts the QEMU processes of this machine.
+    /// QEMU generation: number of this QEMU process, counted over the machine's life.
     pub generation: u32,
-    /// What `--version` said when it was started.
+    /// QEMU's version, from `--version` at its start.
     pub version: String,
+    /// `kvm` or `tcg`.
     pub accelerator: String,
+    /// Why this accelerator is used, for the operator.
     pub accelerator_why: String,
-    /// The number of the userfaultfd in QEMU, by which a new keeper gets at it; none if QEMU has none.
+    /// Number of the userfaultfd in QEMU, from which a new keeper can fetch it. None if QEMU has none.
     #[serde(default)]
     pub userfault_fd: Option<i32>,
-    /// The same of the channel to its helper.
+    /// Number of the channel to QEMU's helper. None if there is none.
     #[serde(default)]
     pub helper_fd: Option<i32>,
-    /// It lost its disks' server while its guest stood still, and does not see any more when that changes.
+    /// QEMU lost its disks' server while its guest was paused, and does not notice a new server any more.
     #[serde(default)]
     pub deaf: bool,
-    /// What it held for itself when it first answered; none if that could not be seen.
+    /// Memory and descriptors of the process when it first answered. None if they could not be read.
     #[serde(default)]
     pub at_start: Option<FootprintNote>,
-    /// The VM generation ID that it tells its guest; none: it was started without that device, and so is the next one of this
-    /// guest.
+    /// VM generation ID that QEMU shows its guest. None if it was started without the device; then this guest's next
+    /// QEMU has none either.
     #[serde(default)]
     pub vmgenid: Option<String>,
-    /// It has a channel to a guest agent, and so has the next one of this guest.
+    /// Whether QEMU has a channel to a guest agent. This guest's next QEMU has the same.
     #[serde(default)]
     pub guest_agent: bool,
 }
 
-/// What a QEMU held for itself at one moment.
+/// Memory and descriptors of a QEMU process at one moment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FootprintNote {
+    /// QEMU's own memory, without the guest's RAM.
     pub own_bytes: u64,
+    /// Number of open file descriptors.
     pub descriptors: u64,
 }
 
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "each variant's message describes it")]
 pub enum JournalError {
     #[error("journal {path}: cannot be read or written")]
     Io { path: PathBuf, source: io::Error },
@@ -263,6 +289,7 @@ pub enum JournalError {
 }
 
 impl Journal {
+    /// Journal of a machine that has not run yet.
     pub fn new(machine: &str, ram_bytes: u64) -> Self {
         Self {
             version: JOURNAL_VERSION,
@@ -288,12 +315,12 @@ impl Journal {
         }
     }
 
-    /// Of the same machine, whose guest has ended or was parked.
+    /// Journal of the same machine after its guest has ended or was parked.
     pub fn without_guest(&self, ram_bytes: u64) -> Self {
         Self { machine_type: self.machine_type.clone(), ..Self::new(&self.machine, ram_bytes) }
     }
 
-    /// None if there is no journal: the machine has not run since the host started.
+    /// Loads the journal. None if there is none: the machine has not run since the host started.
     pub fn load(path: &Path) -> Result<Option<Self>, JournalError> {
         let text = match fs::read(path) {
             Ok(text) if is_lost(&text) => return Ok(None),
@@ -313,16 +340,16 @@ impl Journal {
         serde_json::from_slice(&text).map(Some).map_err(malformed)
     }
 
-    /// For a keeper that comes after this one. Waits for no disk.
+    /// Writes the journal for a new keeper. Waits for no disk.
     pub fn save(&self, path: &Path) -> Result<(), JournalError> {
         self.write(path).map_err(|source| JournalError::Io { path: path.to_owned(), source })
     }
 
-    /// Writes what is to be the journal when there is no time to write.
+    /// Writes a journal in advance, for a moment in which there is no time to write it.
     pub fn stage(&self, path: &Path) -> Result<Staged, JournalError> {
         let staged = Staged { staged: path.with_extension("staged"), path: path.to_owned() };
         let text = serde_json::to_vec_pretty(self).expect("a journal is plain data");
-        // What was written in part goes with what is dropped.
+        // A file that was written in part is removed when `staged` is dropped.
         fs::write(&staged.staged, text).map_err(|source| JournalError::Io { path: path.to_owned(), source })?;
         Ok(staged)
     }
@@ -333,7 +360,7 @@ impl Journal {
     }
 }
 
-/// A journal that is not in force. Dropped, it never was.
+/// A journal that was written but does not count yet. If it is dropped, it never counts.
 #[derive(Debug)]
 pub struct Staged {
     staged: PathBuf,
@@ -341,10 +368,11 @@ pub struct Staged {
 }
 
 impl Staged {
-    /// In the place of the one that is, which goes when this is dropped.
+    /// Puts it in the place of the current journal. The current one is removed when `self` is dropped.
     ///
-    /// They change places where the file system can do that: 14 us on ext4, where a name that is given to another file waits for
-    /// that file's blocks to be found, 200 us to milliseconds (`auto_da_alloc`, `ext4_rename` in Linux's `fs/ext4/namei.c`).
+    /// The two files exchange their names where the file system supports that, which takes 14 us on ext4. A plain
+    /// rename waits until the new file's blocks are allocated: 200 us to milliseconds (`auto_da_alloc`, `ext4_rename`
+    /// in Linux's `fs/ext4/namei.c`).
     pub fn enact(&self) -> Result<(), JournalError> {
         renameat_with(CWD, &self.staged, CWD, &self.path, RenameFlags::EXCHANGE)
             .or_else(|_| fs::rename(&self.staged, &self.path))
@@ -354,12 +382,13 @@ impl Staged {
 
 impl Drop for Staged {
     fn drop(&mut self) {
-        // This one, or the one whose place it took.
+        // This journal, or the one that it replaced.
         let _ = fs::remove_file(&self.staged);
     }
 }
 
-/// A name without its content: the host died before that reached the disk. A keeper that dies leaves no such file.
+/// Whether the file has no content: the host died before the content reached the disk. A keeper that dies leaves no
+/// such file.
 fn is_lost(text: &[u8]) -> bool {
     text.is_empty() || text.contains(&0)
 }
@@ -373,7 +402,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_staged_journal_counts_when_it_is_enacted() {
+    fn staged_journal_counts_when_enacted() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("journal.json");
         let (first, second) = (Journal::new("web", 1), Journal { generation: 2, ..Journal::new("web", 1) });
@@ -384,7 +413,7 @@ mod tests {
             second.stage(&path).unwrap().enact().unwrap();
             assert_eq!(Journal::load(&path).unwrap(), Some(second.clone()));
             fs::remove_file(&path).unwrap();
-            // Nothing to change places with.
+            // There is no journal to exchange names with.
             second.stage(&path).unwrap().enact().unwrap();
             assert_eq!(Journal::load(&path).unwrap(), Some(second.clone()));
         }
@@ -404,9 +433,9 @@ mod tests {
         assert_eq!(Journal::load(&path).unwrap().as_ref(), Some(&journal));
     }
 
-    /// `testdata/journal-1.json`: without the fields that came later.
+    /// `testdata/journal-1.json`: without the fields that were added later.
     #[test]
-    fn a_journal_that_the_first_version_wrote_is_understood() {
+    fn first_versions_journal_is_read() {
         let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("testdata/journal-1.json");
         let qemu = |pid, start_ticks, generation, version: &str| QemuIdentity {
             pid,
@@ -484,7 +513,7 @@ mod tests {
         assert_eq!(written, six);
     }
 
-    /// An older keeper takes over above a living guest, after a roll-back.
+    /// An older keeper takes over while the guest lives, after a rollback.
     #[test]
     fn guest_fields_lie_where_earlier_keepers_read_them() {
         let folder = tempfile::tempdir().unwrap();
@@ -508,9 +537,9 @@ mod tests {
         }
     }
 
-    /// A later version of the same number adds fields, and changes no meaning.
+    /// A later keeper of the same version number adds fields, but does not change their meaning.
     #[test]
-    fn a_journal_that_a_later_version_wrote_is_understood_as_far_as_it_is_known() {
+    fn later_versions_journal_is_read_without_new_fields() {
         let first = Path::new(env!("CARGO_MANIFEST_DIR")).join("testdata/journal-1.json");
         let mut later: Value = serde_json::from_slice(&fs::read(&first).unwrap()).unwrap();
         for place in ["", "/qemu", "/hop", "/hop/successor", "/dumps/0", "/disks/0"] {
@@ -524,7 +553,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_dead_host_left_without_content_tells_of_nothing() {
+    fn empty_journal_counts_as_none() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("journal.json");
         for left in ["", "\0\0\0", "{\"version\": 1, \0\0"] {

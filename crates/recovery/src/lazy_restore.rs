@@ -48,6 +48,7 @@ static ZEROES: [u8; ZEROES_PAGES * PAGE_BYTES as usize] = [0; ZEROES_PAGES * PAG
 
 /// Why a restore failed.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "each variant's message describes it")]
 pub enum RestoreError {
     #[error(transparent)]
     Snapshot(#[from] SnapshotError),
@@ -139,6 +140,7 @@ struct Room {
 /// A reason why pages cannot be brought now.
 #[derive(Clone, Debug)]
 pub struct Trouble {
+    /// The reason, for the operator.
     pub why: String,
     /// True if only a repair of the snapshot helps. Otherwise it may pass by itself.
     pub is_damage: bool,

@@ -3,6 +3,8 @@
 //! This crate composes the ground crates (memory, disk, store, qemu). It reads no configuration, and no thread that it
 //! starts outlives the call: its callers pass in what it needs, and it returns what it did.
 
+#![warn(missing_docs)]
+
 pub mod admission;
 pub mod budget;
 pub mod crash_recovery;

@@ -92,6 +92,7 @@ impl Phase {
 
 /// Why a hop failed.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "each variant's message describes it")]
 pub enum RejuvenationError {
     #[error("disk {disk}: {what}")]
     Disk { disk: String, what: &'static str },
@@ -119,8 +120,11 @@ pub enum RejuvenationError {
 
 /// A hop of one guest between two QEMUs.
 pub struct Hop<'a> {
+    /// The QEMU that runs the guest.
     pub old: &'a Qmp,
+    /// The QEMU that will run it.
     pub new: &'a Qmp,
+    /// The guest's disks.
     pub disks: &'a [DiskServer],
     /// Packet gates of the old and of the new QEMU; `None` if no network has any.
     pub valves: Option<(&'a Valves, &'a Valves)>,
@@ -157,6 +161,7 @@ struct Way {
 pub struct Handed {
     /// When the guest stopped: time since 1970.
     pub stopped_at: Duration,
+    /// Size of the device state that was transferred.
     pub state_bytes: u64,
     passage: Passage,
     /// Whether the guest has run on the new QEMU; `None` while that is not known.

@@ -52,6 +52,7 @@ impl Phase {
 
 /// Why a warm reboot failed.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "each variant's message describes it")]
 pub enum WarmRebootError {
     #[error("disk {disk}: I/O of the dead incarnation does not end; its host storage may hang")]
     Drain { disk: String, source: ServerError },
@@ -61,8 +62,11 @@ pub enum WarmRebootError {
 
 /// The means to start the next incarnation.
 pub struct Succession<'a> {
+    /// The guest's disks.
     pub disks: &'a [DiskServer],
+    /// The memory that answers their reads.
     pub warm: &'a Arc<WarmSources>,
+    /// Makes the tags of their blocks.
     pub tagger: &'a Tagger,
     /// Maximum time for the I/O in flight to end.
     pub patience: Duration,

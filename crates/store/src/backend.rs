@@ -63,6 +63,7 @@ impl Backend {
         Ok(Self::Whole(writer))
     }
 
+    /// The store for reading.
     pub fn reader(&self) -> &dyn ObjectStore {
         match self {
             Self::Whole(writer) => &**writer,

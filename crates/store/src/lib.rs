@@ -11,6 +11,8 @@
 //! of a runtime that stays private. A call to a store that does not answer fails after some seconds, or minutes for an
 //! upload; the caller decides whether to try again.
 
+#![warn(missing_docs)]
+
 mod address;
 mod backend;
 mod cache;
@@ -36,6 +38,7 @@ pub use upload::UploadError;
 
 /// Errors of object stores; each names the URL or path.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "each variant's message describes it")]
 pub enum StoreError {
     #[error("{text:?} is not an address of an object store: {what}")]
     Address { text: String, what: &'static str },

@@ -11,6 +11,7 @@ use crate::{Store, StoreError};
 
 /// Errors of uploads.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "each variant's message describes it")]
 pub enum UploadError {
     #[error(transparent)]
     Store(#[from] StoreError),

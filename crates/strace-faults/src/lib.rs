@@ -1,6 +1,8 @@
 //! For tests: runs a test of the same binary in a child process under strace. First to see which system calls it makes, then
 //! with one of them failing, or with SIGKILL in place of the call.
 
+#![warn(missing_docs)]
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsStr;
 use std::fs;
@@ -21,6 +23,7 @@ pub struct Strace<'a> {
 /// The call that fails, and how.
 #[derive(Clone, Copy, Debug)]
 pub struct Injection<'a> {
+    /// Name of the system call, as strace spells it.
     pub call: &'a str,
     /// From 1. Every thread counts its own calls of this name.
     pub number: usize,

@@ -39,6 +39,7 @@ const ANSWER_BYTES: usize = 16;
 
 /// Errors of watching accesses.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "each variant's message describes it")]
 pub enum AccessError {
     #[error(transparent)]
     Watch(#[from] WatchError),

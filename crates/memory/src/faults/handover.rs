@@ -69,6 +69,7 @@ pub struct Helper {
 
 /// Errors of the hand-over.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "each variant's message describes it")]
 pub enum HandoverError {
     #[error("{path}: cannot listen on this socket")]
     Bind { path: PathBuf, source: io::Error },

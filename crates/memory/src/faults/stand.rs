@@ -15,6 +15,7 @@ pub struct Stand {
     _folder: tempfile::TempDir,
     /// The RAM file.
     pub ram: RamFile,
+    /// The userfaultfd of the process.
     pub userfault: Userfault,
     start: *mut u8,
 }

@@ -69,6 +69,7 @@ pub(super) enum Look {
 
 /// Errors of `access` and `writes`.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "each variant's message describes it")]
 pub enum WatchError {
     #[error(transparent)]
     Mapping(#[from] AdmissionError),

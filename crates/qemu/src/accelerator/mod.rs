@@ -29,7 +29,9 @@ const PROBE_PATIENCE: Duration = Duration::from_secs(20);
 /// What executes the guest's instructions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Accelerator {
+    /// The host's processor, through KVM.
     Kvm,
+    /// QEMU's emulation.
     Tcg,
 }
 
@@ -38,7 +40,9 @@ pub enum Accelerator {
 pub enum Wanted {
     /// KVM if it works, else TCG.
     Auto,
+    /// KVM only.
     Kvm,
+    /// Emulation, even if KVM works.
     Tcg,
 }
 
@@ -53,6 +57,7 @@ pub struct AcceleratorChoice {
 
 /// Errors of the choice.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "each variant's message describes it")]
 pub enum AcceleratorError {
     #[error("KVM does not work here: {why}; use accelerator = \"auto\" or \"tcg\"")]
     NoKvm { why: String },

@@ -80,6 +80,7 @@ pub struct EmberCounts {
 
 /// Why a dead incarnation could not be banked.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "each variant's message describes it")]
 pub enum EmberError {
     #[error("RAM of incarnation {incarnation} cannot be kept as ember")]
     Ram { incarnation: u32, source: MemoryError },

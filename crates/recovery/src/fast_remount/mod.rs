@@ -21,6 +21,7 @@ pub mod saved;
 
 /// All memory that answers reads of a machine's disks.
 pub struct WarmSources {
+    /// Dead guests' memory.
     pub ember: Arc<Ember>,
     /// `None` if the machine has no `[remount]`.
     pub boot_set: Option<Arc<BootSet>>,

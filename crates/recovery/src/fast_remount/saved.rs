@@ -31,6 +31,7 @@ const NOTES_BYTES_MAX: u32 = 1 << 20;
 
 /// Why a boot set could not be saved or loaded.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "each variant's message describes it")]
 pub enum SavedError {
     #[error("cannot write {path}")]
     Write { path: PathBuf, source: io::Error },

@@ -50,6 +50,7 @@ struct DiskMark {
 
 /// Why an order could not be read, written or removed.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "each variant's message describes it")]
 pub enum OrderError {
     #[error("{path}: cannot be {what}")]
     Io { path: PathBuf, what: &'static str, source: io::Error },

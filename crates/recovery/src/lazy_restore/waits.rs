@@ -14,6 +14,7 @@ pub struct Waits {
 }
 
 impl Waits {
+    /// A histogram without waits.
     pub fn new() -> Self {
         Self { counts: std::array::from_fn(|_| AtomicU64::new(0)), total_us: AtomicU64::new(0) }
     }

@@ -21,7 +21,9 @@
 /// A straight line: `start` + `slope` * n.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Line {
+    /// Value at n = 0.
     pub start: f64,
+    /// Increase for each further guest.
     pub slope: f64,
 }
 
@@ -49,6 +51,7 @@ impl Line {
 /// Level up to `free`, and a straight line from there on.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Contended {
+    /// The line from `free` on.
     pub line: Line,
     /// Number of guests that do not compete: the host's processors.
     pub free: f64,
@@ -70,7 +73,9 @@ impl Contended {
 /// The terms of one host, in milliseconds.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Model {
+    /// resume(n): time for n guests to hop at once.
     pub resume: Line,
+    /// reboot_os(n): time for n guests to reboot at once.
     pub reboot_os: Contended,
     /// Fraction of the reboot interval that has passed: from 0, just rebooted, to 1.
     pub alpha: f64,
@@ -96,8 +101,11 @@ impl Model {
 /// One operation on a machine among others: its begin and end, and the downtime that it cost.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Span {
+    /// Begin of the operation.
     pub from_ms: f64,
+    /// End of the operation.
     pub to_ms: f64,
+    /// Downtime of the guest.
     pub downtime_ms: f64,
 }
 

@@ -58,11 +58,17 @@ const GO_ON_ALLOWANCE: Duration = Duration::from_millis(15);
 /// Steps of parking, in order; the same words in events, errors and drills.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ParkPhase {
+    /// The guest is paused.
     Hold,
+    /// QEMU writes the state of its devices to a file.
     State,
+    /// Memory and NVRAM get checksums.
     Sum,
+    /// The images are closed, and noted as they are.
     Settle,
+    /// The note of the parked guest is written.
     Note,
+    /// QEMU is ended, and memory and NVRAM stay.
     Leave,
 }
 
@@ -86,9 +92,13 @@ impl ParkPhase {
 /// Steps of resuming, in order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ResumePhase {
+    /// The note, memory, NVRAM and images are compared with their checksums and notes.
     Verify,
+    /// A new QEMU loads the state of the devices.
     Wake,
+    /// The note is marked as used: the guest can resume only once.
     Consume,
+    /// The guest continues.
     GoOn,
 }
 
@@ -109,6 +119,7 @@ impl ResumePhase {
 
 /// Why a guest could not be parked or resumed.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "each variant's message describes it")]
 pub enum ParkedError {
     #[error(transparent)]
     File(#[from] SnapshotError),
@@ -142,24 +153,32 @@ pub enum ParkedError {
 /// Note of a parked guest: the facts that its resume needs, and that must not have changed.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Parked {
+    /// Version of the note's format.
     pub version: u32,
+    /// Name of the machine.
     pub machine: String,
     /// Time of the guest's last instruction.
     pub stopped_at: SystemTime,
     /// Boot ID of the host's kernel then. It distinguishes a resume after a reload from a drill.
     pub boot_id: String,
+    /// Version of the QEMU that ran the guest.
     pub qemu_version: String,
+    /// `kvm` or `tcg`.
     pub accelerator: String,
+    /// Number of the incarnation.
     pub incarnation: u32,
     /// Generation of its QEMU.
     pub generation: u32,
     /// Other hardware that the guest has seen, in words. QEMU itself would not notice a missing processor.
     pub hardware: Vec<String>,
+    /// Size of the guest's RAM.
     pub ram_bytes: u64,
+    /// Checksum of the RAM file.
     pub ram_sum: String,
     /// Disks that are host memory, in the order of the configuration.
     #[serde(default)]
     pub nvram: Vec<NvramNote>,
+    /// Length and checksum of the devices' state.
     pub state: Part,
     /// VM generation ID that the guest was given and must find again; `None` if its QEMU had no such device.
     #[serde(default)]
@@ -177,14 +196,18 @@ pub struct Parked {
     /// Whether its file systems may be frozen, for a save whose thaw was not seen.
     #[serde(default)]
     pub frozen: bool,
+    /// The disks that the guest was started with, in order.
     pub disks: Vec<DiskIdentity>,
+    /// The images' files as they were when the guest was parked.
     pub images: Vec<ImageNote>,
 }
 
 /// Checksum of an NVRAM device.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct NvramNote {
+    /// Path of the file.
     pub file: PathBuf,
+    /// Its checksum.
     pub sum: String,
 }
 

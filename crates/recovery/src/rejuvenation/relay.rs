@@ -76,6 +76,7 @@ pub fn send(mut target: Stream, mut state: &[u8], deadline: Instant) -> io::Resu
 pub struct Bell(Arc<OwnedFd>);
 
 impl Bell {
+    /// A bell that has not rung.
     pub fn new() -> io::Result<Self> {
         Ok(Self(Arc::new(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?)))
     }

@@ -16,6 +16,7 @@ use crate::incarnation::lock;
 pub struct BlockRef {
     /// Position of the disk in the manifest.
     pub disk: u32,
+    /// Number of the block on that disk.
     pub block: u64,
 }
 

@@ -25,7 +25,9 @@ const GAP_BLOCKS: u64 = 16;
 /// A page that may equal a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Candidate {
+    /// The block.
     pub at: BlockRef,
+    /// Number of the page.
     pub page: u32,
 }
 

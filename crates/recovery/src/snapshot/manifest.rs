@@ -15,17 +15,22 @@ pub const SNAPSHOT_VERSION: u32 = 2;
 /// Description of a snapshot: the machine, the software that saved it, and the files.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Manifest {
+    /// Version of the format: `SNAPSHOT_VERSION`.
     pub version: u32,
     /// Name of the machine that was saved.
     pub machine: String,
     /// Time of the save (RFC 3339).
     pub saved_at: String,
+    /// Version of Hearth that saved the machine.
     pub hearth_version: String,
+    /// Version of the QEMU that ran the guest.
     pub qemu_version: String,
+    /// `kvm` or `tcg`.
     pub accelerator: String,
     /// Path of the machine's own configuration file. Earlier versions did not store it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub configuration: Option<PathBuf>,
+    /// Size of the guest's RAM.
     pub ram_bytes: u64,
     /// Whether QEMU had the device that tells a guest its VM generation ID. A QEMU that loads the guest needs it too.
     #[serde(default)]
@@ -39,30 +44,40 @@ pub struct Manifest {
     /// Disks whose write cache the guest has switched off.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub write_through: Vec<String>,
+    /// The machine's configuration.
     pub machine_file: Part,
+    /// State of the devices.
     pub state: Part,
+    /// The guest's memory.
     pub ram: RamPart,
+    /// The disks, in the order of the configuration.
     pub disks: Vec<DiskPart>,
 }
 
 /// A file that is read whole, with its length and checksum.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Part {
+    /// Length of the file, in bytes.
     pub bytes: u64,
+    /// BLAKE3 checksum of the file, in hexadecimal.
     pub blake3: String,
 }
 
 /// The file of memory. Its seal covers its index, and the index covers each chunk.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RamPart {
+    /// Length of the file, in bytes.
     pub bytes: u64,
+    /// Number of pages in it.
     pub pages: u64,
+    /// BLAKE3 checksum of its index, in hexadecimal.
     pub seal: String,
 }
 
 /// One disk of a snapshot.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DiskPart {
+    /// Name of the disk.
     pub name: String,
     /// `raw` or `qcow2`.
     pub format: String,
@@ -108,6 +123,7 @@ impl std::fmt::Display for Modified {
 pub struct StoredDisk {
     /// Length of the object, in bytes.
     pub bytes: u64,
+    /// The object that lists the blocks.
     pub index: Part,
 }
 

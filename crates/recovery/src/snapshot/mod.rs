@@ -69,6 +69,7 @@ const MANIFEST_BYTES_MAX: u64 = 1 << 20;
 
 /// Why a snapshot could not be made or read.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "each variant's message describes it")]
 pub enum SnapshotError {
     #[error("{path}: cannot be {what}")]
     Io { path: PathBuf, what: &'static str, source: io::Error },
@@ -249,7 +250,9 @@ impl Drop for Draft {
 /// Where the disks of a snapshot are on this host, and which of them are still arriving.
 #[derive(Clone, Debug)]
 pub struct LocalDisks<'a> {
+    /// Folder with the disks' files.
     pub folder: &'a Path,
+    /// The disks that are still arriving.
     pub arrivals: Arrivals,
 }
 
@@ -264,11 +267,13 @@ impl<'a> LocalDisks<'a> {
 #[derive(Debug)]
 pub struct Snapshot {
     place: Place,
+    /// Description of the snapshot.
     pub manifest: Manifest,
     /// The machine's configuration, in TOML.
     pub machine: String,
     /// Device state, as QEMU wrote it.
     pub state: Vec<u8>,
+    /// The guest's memory.
     pub ram: PageReader,
     /// A working set that cannot be read does not prevent a restore.
     pub working_set: Result<Option<PageReader>, SnapshotError>,

@@ -36,7 +36,9 @@ struct State {
 /// A part of the file that is due.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Due {
+    /// Number of the part, from 0.
     pub number: usize,
+    /// Its place in the file, in bytes.
     pub bytes: Range<u64>,
 }
 

@@ -16,7 +16,9 @@ use super::{DiskPart, Part, SnapshotError, stored_disk};
 /// A snapshot in an object store: the store, and where this host keeps what was fetched from it.
 #[derive(Clone, Debug)]
 pub struct Far {
+    /// The store with the snapshot's objects.
     pub store: Arc<Store>,
+    /// Cache of blocks that were fetched.
     pub cache: Arc<Cache>,
     /// Slots for everything that is fetched for the same guest.
     pub turns: Arc<Turns>,
@@ -27,7 +29,9 @@ pub struct Far {
 /// Location of a snapshot.
 #[derive(Debug)]
 pub enum Place {
+    /// A folder of this host.
     Folder(PathBuf),
+    /// An object store.
     Far(Far),
 }
 

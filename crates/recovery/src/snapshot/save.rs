@@ -36,6 +36,7 @@ const KEPT_PAGES_MAX: usize = 4096;
 
 /// Why a save failed.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "each variant's message describes it")]
 pub enum SaveError {
     #[error(transparent)]
     Snapshot(#[from] SnapshotError),

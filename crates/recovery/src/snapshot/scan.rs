@@ -21,7 +21,9 @@ use super::save::{SaveError, Writers};
 /// Length of a round, and number of rounds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ScanPlan {
+    /// Length of a round.
     pub period: Duration,
+    /// Number of rounds.
     pub rounds: u32,
 }
 

@@ -14,6 +14,7 @@ const LOOK_EVERY: Duration = Duration::from_millis(1);
 
 /// Why a device state could not be taken or given.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "each variant's message describes it")]
 pub enum StateError {
     #[error("the channel for the guest's state cannot be created")]
     Channel(#[source] std::io::Error),

@@ -48,6 +48,7 @@ pub enum Order {
 /// Estimate of the bytes to send, because they are not known before they exist.
 #[derive(Clone, Debug, Default)]
 pub struct Expected {
+    /// Bytes of the memory file.
     pub ram_bytes: u64,
     /// Name and bytes of each disk.
     pub disks: Vec<(String, u64)>,

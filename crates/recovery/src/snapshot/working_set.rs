@@ -30,9 +30,11 @@ pub enum Source {
 /// A page of the set.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct AgedPage {
+    /// Number of the page.
     pub page: u32,
     /// Number of traces since it was seen to be used: 0 for the last one.
     pub age: u32,
+    /// How its use was found.
     pub source: Source,
 }
 

@@ -126,6 +126,7 @@ pub struct Decompressor {
 
 /// Why a page cannot be decompressed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[allow(missing_docs, reason = "each variant's message describes it")]
 pub enum Damaged {
     #[error("the page's data is damaged")]
     Data,

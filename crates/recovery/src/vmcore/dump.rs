@@ -41,7 +41,9 @@ pub struct Plan {
     pub ranges: Vec<Range<u64>>,
     /// Page frames of RAM that the dump keeps. Pages of zeroes among them take no space.
     pub kept: Bitmap,
+    /// Level that decided which pages are kept.
     pub level: DumpLevel,
+    /// Registers and VMCOREINFO.
     pub notes: Notes,
     /// Fields that are empty are written as "(none)".
     pub utsname: Utsname,
@@ -50,7 +52,9 @@ pub struct Plan {
 /// File format of a dump.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Format {
+    /// kdump-compressed, as makedumpfile writes it.
     Kdump(Compression),
+    /// ELF core, uncompressed.
     Elf,
 }
 
@@ -101,6 +105,7 @@ pub struct Dump {
 pub struct Written {
     /// Pages that are in the file from now on, ascending. Their memory may be released.
     pub pages: Vec<Range<u64>>,
+    /// Number of these pages.
     pub page_count: u64,
     /// Number of these pages that were zero and took no space.
     pub zero: u64,
@@ -113,7 +118,9 @@ pub struct Written {
 /// Result of a finished dump.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Finished {
+    /// Path of the file.
     pub path: PathBuf,
+    /// Length of the file.
     pub file_bytes: u64,
     /// Number of pages that could not be read. If there are any, the file stays marked as incomplete.
     pub lost: u64,
@@ -121,6 +128,7 @@ pub struct Finished {
 
 /// Why a dump could not be written or resumed.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "each variant's message describes it")]
 pub enum DumpError {
     #[error("{path}: exists already; move it away or choose another name")]
     Exists { path: PathBuf },

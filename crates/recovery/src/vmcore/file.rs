@@ -51,6 +51,7 @@ struct Cache {
 
 /// Why a page cannot be read.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "each variant's message describes it")]
 pub enum PageError {
     #[error("the page is not in the dump")]
     Excluded,
@@ -77,6 +78,7 @@ pub struct Survey {
 
 /// Why a vmcore cannot be opened.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "each variant's message describes it")]
 pub enum FileError {
     #[error("{path}: cannot be opened")]
     Open { path: PathBuf, source: io::Error },

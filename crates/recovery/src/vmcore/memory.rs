@@ -40,6 +40,7 @@ pub trait PhysicalMemory {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("physical memory at {:#x} is not readable", .address.0)]
 pub struct Unreadable {
+    /// The address that cannot be read.
     pub address: GuestPhysicalAddress,
 }
 

@@ -46,6 +46,7 @@ pub struct Note {
 
 /// Why notes cannot be read.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "each variant's message describes it")]
 pub enum NotesError {
     #[error("QEMU's dump is invalid")]
     Dump(#[from] ElfError),

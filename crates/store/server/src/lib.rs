@@ -1,6 +1,8 @@
 //! An S3 server for tests and benches: `s3s-fs` over a folder, on loopback. The wire in front of it can be slow, answer
 //! 500, break inside an answer, or be dead. Beside it a web server (`web`).
 
+#![warn(missing_docs)]
+
 pub mod web;
 
 use std::fs;
@@ -43,6 +45,7 @@ pub enum Wire {
     /// Conditional requests are answered with 501, as by a store without support for them.
     Unconditional,
     /// Answers to the completion of an upload in parts are lost.
+    #[allow(missing_docs, reason = "the variants describe their fields")]
     LosesCompletions,
     /// All connections share this rate in each direction, and each request is delayed by `request`.
     Line { bytes_per_s: u64, request: Duration },

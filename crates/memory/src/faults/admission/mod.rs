@@ -89,6 +89,7 @@ pub struct Waits {
 
 /// Errors of `admission` and `supply`.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "each variant's message describes it")]
 pub enum AdmissionError {
     #[error("the mappings of QEMU (pid {pid}) cannot be read")]
     Maps { pid: u32, source: io::Error },

@@ -66,8 +66,11 @@ pub enum Compression {
 /// Identity of a finished file: its length, its number of pages and its seal.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Sealed {
+    /// Length of the file, in bytes.
     pub bytes: u64,
+    /// Number of pages in it.
     pub pages: u64,
+    /// BLAKE3 checksum of its index, in hexadecimal.
     pub seal: String,
 }
 

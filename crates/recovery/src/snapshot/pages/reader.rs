@@ -45,7 +45,9 @@ pub struct Reading {
 /// Facts known of a file of pages before it is opened. A file that contradicts them is refused before it takes memory.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct PagesExpected {
+    /// Length of the file, in bytes.
     pub bytes: Option<u64>,
+    /// Number of pages of the guest's RAM.
     pub ram_pages: Option<u64>,
 }
 

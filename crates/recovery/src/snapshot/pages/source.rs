@@ -24,6 +24,7 @@ const PREFETCH_BYTES: u64 = 32 << 20;
 pub enum Source {
     /// The file that had the name when it was last opened.
     File(Mutex<Arc<File>>),
+    /// An object in a store.
     Object(Arc<Object>),
 }
 

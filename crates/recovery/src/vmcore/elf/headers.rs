@@ -37,6 +37,7 @@ pub struct Headers {
 pub struct Load {
     /// Guest-physical address.
     pub address: u64,
+    /// Length, in bytes.
     pub bytes: u64,
     /// Offset in the file.
     pub offset: u64,
@@ -44,6 +45,7 @@ pub struct Load {
 
 /// Why an ELF file cannot be read.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "each variant's message describes it")]
 pub enum ElfError {
     #[error("the file is not an ELF core of an x86-64 machine")]
     NotACore,

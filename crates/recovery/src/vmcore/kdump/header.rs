@@ -44,6 +44,7 @@ pub(in super::super) struct Header {
 
 /// Why a kdump file cannot be read.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "each variant's message describes it")]
 pub enum KdumpError {
     #[error("the file is not a kdump file, or its header was never written")]
     NotKdump,

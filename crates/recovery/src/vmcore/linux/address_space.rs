@@ -45,7 +45,9 @@ pub struct AddressSpace<'m, M> {
 /// Physical address of a virtual one, and how many bytes are contiguous from there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Piece {
+    /// Physical address.
     pub address: GuestPhysicalAddress,
+    /// Number of contiguous bytes.
     pub bytes: u64,
 }
 

@@ -25,6 +25,7 @@ const NEIGHBOURS: u64 = 2;
 pub struct Classification {
     /// Subset of the RAM's page frames. It includes pages of zeroes.
     pub kept: Bitmap,
+    /// Number of pages by class.
     pub counts: ClassCounts,
 }
 

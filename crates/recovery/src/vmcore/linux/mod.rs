@@ -33,6 +33,7 @@ use super::notes::{Notes, PageTables};
 
 /// Why the pages of a memory cannot be classified.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[allow(missing_docs, reason = "each variant's message describes it")]
 pub enum NotUnderstood {
     #[error("no Linux kernel was found in the guest's memory")]
     NoVmcoreinfo,

@@ -10,11 +10,17 @@ const FIELDS: usize = 6;
 /// Names that `uname -a` prints (`struct new_utsname`).
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Utsname {
+    /// Name of the system: `Linux`.
     pub sysname: String,
+    /// The guest's host name.
     pub nodename: String,
+    /// Release of the kernel.
     pub release: String,
+    /// Version of the kernel's build.
     pub version: String,
+    /// Architecture.
     pub machine: String,
+    /// NIS domain name.
     pub domainname: String,
 }
 
