@@ -8,6 +8,8 @@ use std::net::IpAddr;
 use std::os::fd::RawFd;
 use std::path::{Path, PathBuf};
 
+use serde::Serialize;
+
 use crate::accelerator::Accelerator;
 use crate::binary::SANDBOX;
 use crate::preload::Preload;
@@ -87,7 +89,8 @@ pub struct Launch {
 }
 
 /// What the guest boots from.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
 #[allow(missing_docs, reason = "the variants describe their fields")]
 pub enum Boot {
     /// A kernel that QEMU loads directly.

@@ -54,7 +54,7 @@ pub fn hardware(config: &Config, binary: &Binary, problems: &mut Vec<Problem>) -
 
 /// Only KVM can be unavailable. It is tried with a guest, because being able to open /dev/kvm proves little.
 fn kvm(config: &Config, binary: &Binary) -> Option<Problem> {
-    let wanted = Wanted::from(config.accelerator);
+    let wanted = config.accelerator;
     if wanted != Wanted::Kvm {
         return None;
     }

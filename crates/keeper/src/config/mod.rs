@@ -34,6 +34,8 @@ pub use fields::{Effect, Field, Section};
 #[cfg(test)]
 pub use file::FIELDS;
 pub use file::{ConfigFile, ObjectStoreSection};
+pub use hearth_qemu::Wanted;
+pub use hearth_qemu::launch::Boot;
 pub use living::{Configured, InForce};
 pub use origin::{HostKey, Setting};
 pub use page::page;
@@ -52,7 +54,7 @@ pub struct Config {
     pub cpus: u32,
     /// None: what suits the accelerator.
     pub cpu_model: Option<String>,
-    pub accelerator: AcceleratorWish,
+    pub accelerator: Wanted,
     /// None: the type that the machine last ran with, or the newest one of its first QEMU.
     pub machine_type: Option<String>,
     /// None: the first one on PATH.
@@ -82,25 +84,6 @@ pub struct Config {
     pub pmem: Vec<PmemConfig>,
     pub nets: Vec<NetConfig>,
     pub extra_qemu_args: Vec<String>,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "snake_case")]
-pub enum AcceleratorWish {
-    /// KVM if it works, else TCG.
-    Auto,
-    Kvm,
-    Tcg,
-}
-
-impl From<AcceleratorWish> for hearth_qemu::Wanted {
-    fn from(wish: AcceleratorWish) -> Self {
-        match wish {
-            AcceleratorWish::Auto => Self::Auto,
-            AcceleratorWish::Kvm => Self::Kvm,
-            AcceleratorWish::Tcg => Self::Tcg,
-        }
-    }
 }
 
 /// Access to object stores, and their cache on this host.
@@ -250,21 +233,6 @@ impl MirrorPolicy {
 pub struct DailyWindow {
     pub from_minute: u32,
     pub to_minute: u32,
-}
-
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Boot {
-    Kernel {
-        kernel: PathBuf,
-        initrd: Option<PathBuf>,
-        cmdline: String,
-    },
-    /// `code` none: QEMU's own BIOS.
-    Firmware {
-        code: Option<PathBuf>,
-        vars: Option<PathBuf>,
-    },
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]

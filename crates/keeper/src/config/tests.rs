@@ -36,7 +36,7 @@ fn the_smallest_file_gets_every_default() {
         memory_bytes: 1 << 30,
         cpus: 1,
         cpu_model: None,
-        accelerator: AcceleratorWish::Auto,
+        accelerator: Wanted::Auto,
         machine_type: None,
         qemu: None,
         qemu_user: None,

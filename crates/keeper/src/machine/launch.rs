@@ -73,7 +73,7 @@ pub fn launch(
         cpu_model: config.cpu_model.clone(),
         accelerator,
         machine_type: machine_type(config).to_owned(),
-        boot: boot(&config.boot),
+        boot: config.boot.clone(),
         disks: disks.chain(nvram).collect(),
         pmem: config.pmem.iter().map(|device| pmem_device(folders, device)).collect(),
         nets: nets.collect(),
@@ -112,13 +112,6 @@ fn file_bytes_max(config: &Config) -> u64 {
         _ => 0,
     };
     pmem.chain([config.memory_bytes, vars, SMALL_FILE_BYTES]).max().expect("it has elements")
-}
-
-fn boot(boot: &Boot) -> qemu::Boot {
-    match boot.clone() {
-        Boot::Kernel { kernel, initrd, cmdline } => qemu::Boot::Kernel { kernel, initrd, cmdline },
-        Boot::Firmware { code, vars } => qemu::Boot::Firmware { code, vars },
-    }
 }
 
 /// Watchdog action: the keeper handles a crash, so QEMU only pauses the guest.

@@ -17,6 +17,8 @@ use std::path::Path;
 use std::process::Command;
 use std::time::Duration;
 
+use serde::Serialize;
+
 use crate::Binary;
 use crate::bounded::{self, Finished};
 use crate::environment;
@@ -36,7 +38,8 @@ pub enum Accelerator {
 }
 
 /// The accelerator that the operator requests.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
 pub enum Wanted {
     /// KVM if it works, else TCG.
     Auto,

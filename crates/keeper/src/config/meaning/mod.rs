@@ -14,7 +14,7 @@ use hearth_api::EmberMode;
 
 use super::file::WatchdogSection;
 use super::quantity::{size_bytes, slack_bytes};
-use super::{AcceleratorWish, AdmissionMode, Config, ConfigFile, OnPanic, WatchdogAction};
+use super::{AdmissionMode, Config, ConfigFile, OnPanic, Wanted, WatchdogAction};
 use crate::problem::Problem;
 use crate::runtime_root::{HOPS_LOCK, RuntimeRoot};
 
@@ -127,9 +127,9 @@ pub fn resolve(
         cpus: typed.cpus.unwrap_or(1),
         cpu_model: typed.cpu_model,
         accelerator: match typed.accelerator.as_deref() {
-            Some("kvm") => AcceleratorWish::Kvm,
-            Some("tcg") => AcceleratorWish::Tcg,
-            _ => AcceleratorWish::Auto,
+            Some("kvm") => Wanted::Kvm,
+            Some("tcg") => Wanted::Tcg,
+            _ => Wanted::Auto,
         },
         machine_type: typed.machine_type,
         qemu: typed.qemu.map(|path| resolver.path(&path)),
