@@ -1,5 +1,5 @@
-//! Operations that meet: each with each other that is under way, and a death at each step of the pair. Whatever fails then,
-//! nothing is left that belongs to nobody, and the machine's next start works.
+//! Pairs of operations: each operation starts while each other one is under way, and something dies at each step of the
+//! pair. Whatever fails, nothing may be left behind, and the machine's next start must work.
 //!
 //! `answers`: a keeper that answers while it waits for QEMU. `every`: all pairs, on a stand-in for QEMU (src/bin/fake-qemu.rs). `hostile`: that stand-in, taken over by its guest.
 //! `hand_over`: what meets the moment in which one keeper follows another. `real`: a sample on real guests. `machine`: how the stand-in is held and

@@ -1,7 +1,8 @@
-//! A fleet's server over https, with a certificate of its own house: the host's trust decides, and nothing of Hearth's.
+//! A fleet's server over https with a certificate of its own CA. Only the host's trust store decides whether it is
+//! trusted.
 //!
-//! `testdata/fleet`: a CA, a server's certificate for 127.0.0.1 that it has signed, and that server's key; good for a hundred years,
-//! and for nothing but this.
+//! `testdata/fleet`: a CA, a certificate for 127.0.0.1 signed by it, and the server's key. They are valid for a hundred
+//! years and used only here.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
@@ -19,7 +20,7 @@ fn testdata(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("testdata/fleet").join(name)
 }
 
-/// Gives everybody a place. Its address, and the routes that were asked for.
+/// Starts a server that grants every request. Returns its address and the routes that were requested.
 fn server() -> (String, Arc<Mutex<Vec<String>>>) {
     let chain = CertificateDer::pem_file_iter(testdata("server.pem")).unwrap().collect::<Result<_, _>>().unwrap();
     let key = PrivateKeyDer::from_pem_file(testdata("server-key.pem")).unwrap();
@@ -33,7 +34,7 @@ fn server() -> (String, Arc<Mutex<Vec<String>>>) {
     std::thread::spawn(move || {
         for stream in listener.incoming().flatten() {
             let connection = ServerConnection::new(Arc::clone(&config)).unwrap();
-            // A client that does not trust it hangs up.
+            // A client that does not trust the server closes the connection.
             if let Ok(route) = answer(StreamOwned::new(connection, stream)) {
                 notes.lock().unwrap().push(route);
             }
@@ -54,7 +55,7 @@ fn answer(stream: impl Read + Write) -> std::io::Result<String> {
     Ok(head.split(' ').nth(1).unwrap_or_default().to_owned())
 }
 
-/// `hearth host-reload` on a host without machines, whose trusted certificates are in this file.
+/// Runs `hearth host-reload` on a host without machines. This file holds the host's trusted certificates.
 fn host_reload(root: &Path, trusted: &str, arguments: &[&str]) -> Output {
     let mut command = Command::new(env!("CARGO_BIN_EXE_hearth"));
     command.args(["host-reload"]).args(arguments).arg("--record").arg(root.join("record.json"));
@@ -67,7 +68,7 @@ fn slot_is_acquired_and_released_over_trusted_tls() {
     let root = tempfile::tempdir().unwrap();
     let (url, asked) = server();
     let prepare = ["prepare", "--drill", "--fleet-lock", &url, "--fleet-id", "this-host", "--fleet-wait", "0s"];
-    // Who is trusted is another one: here the server itself, which is no CA.
+    // The host trusts another certificate: the server's own, which is no CA.
     let refused = host_reload(root.path(), "server.pem", &prepare);
     let told = String::from_utf8_lossy(&refused.stderr).into_owned();
     assert!(refused.status.code() == Some(1) && told.contains("cannot reach FleetLock server"), "{told}");

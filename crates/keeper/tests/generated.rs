@@ -1,4 +1,4 @@
-//! Pages that are made from tables in the code are committed, and must be what the code says now.
+//! Pages that are generated from tables in the code are committed, and must match the code.
 //!
 //! `UPDATE=1 cargo test -p hearth generated` rewrites them.
 

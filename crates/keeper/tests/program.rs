@@ -1,4 +1,4 @@
-//! The program itself: what it prints where, and what it ends with. Machines are not started here.
+//! The program itself: what it prints, where, and its exit codes. No machine is started here.
 
 use std::fs;
 use std::io::{Read, Write};
@@ -126,7 +126,7 @@ fn closed_pipe_is_not_an_error() {
     assert_eq!((output.status.code(), String::from_utf8(output.stderr).unwrap()), (Some(0), String::new()));
 }
 
-/// On a terminal of its own, which `script` makes: keys that a terminal would act on reach the guest, and Ctrl-] leaves.
+/// On a terminal made by `script`: special keys reach the guest, and Ctrl-] leaves the console.
 #[test]
 fn console_relays_until_detach() {
     let root = tempfile::tempdir().unwrap();
@@ -150,7 +150,7 @@ fn console_relays_until_detach() {
     let mut keys = script.stdin.take().unwrap();
     let mut screen = script.stdout.take().unwrap();
     let mut seen = String::new();
-    // The prompt comes through the console: from then on the terminal is raw.
+    // The guest's prompt comes through the console: from then on the terminal is in raw mode.
     while !seen.contains("login: ") {
         let mut buffer = [0; 256];
         let length = screen.read(&mut buffer).unwrap();

@@ -1,8 +1,8 @@
-//! Every file that a keeper replaces, written while each system call in turn fails or is the process's last.
+//! Every file that a keeper replaces, written while each system call in turn fails or is the process's last one.
 //!
-//! Each case runs in a child process under strace: once to see which calls it makes on its files, then once for each of these
-//! calls with ENOSPC, with EIO, and with SIGKILL in place of the call. Whatever happened, a reader finds the old content or the
-//! new one, an error leaves no file that was not there, and the same write succeeds afterwards.
+//! Each case runs in a child process under strace: once to record its calls on files, then once for each of these calls
+//! with ENOSPC, with EIO, and with SIGKILL instead of the call. Afterwards a reader must find the old content or the
+//! new one, an error must leave no new file, and the same write must succeed.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
@@ -29,7 +29,7 @@ use hearth_recovery::journal::Journal;
 use hearth_recovery::lazy_restore::{Mode, Order};
 use strace_faults::{Injection, Strace};
 
-/// Calls by which a file is written or gets its name.
+/// System calls that write a file or give it its name.
 const CALLS: &[&str] = &[
     "openat",
     "write",
@@ -47,22 +47,22 @@ const CALLS: &[&str] = &[
     "unlinkat",
     "mkdir",
 ];
-/// A disk that is full or broken lets files be removed.
+/// Calls that never fail here: even a full or broken disk lets files be removed.
 const NEVER_FAIL: &[&str] = &["unlink", "unlinkat"];
 
 const CASE_VARIABLE: &str = "HEARTH_TEST_CASE";
 const FOLDER_VARIABLE: &str = "HEARTH_TEST_FOLDER";
 const REFUSED: i32 = 3;
-/// Of a disk on its way.
+/// Units of a disk that is being fetched.
 const UNITS: u64 = 3;
 
 struct Case {
     name: &'static str,
-    /// Makes the old content.
+    /// Creates the old content.
     before: fn(&Path),
-    /// The write under test. False: it was refused.
+    /// The write under test. Returns false if it was refused.
     write: fn(&Path) -> bool,
-    /// What a reader finds. Panics if it is neither.
+    /// Reads the content. Panics if it is neither the old nor the new one.
     content: fn(&Path) -> Content,
 }
 
@@ -138,7 +138,7 @@ const CASES: &[Case] = &[
     Case {
         name: "event log",
         before: |folder| assert_eq!(EventLog::open("web", folder).unwrap().record(event("old")), 1),
-        // A log that cannot be written is no reason to stop: its records are written later.
+        // A log that cannot be written does not stop its keeper: the records are written later.
         write: |folder| {
             let Ok(log) = EventLog::open("web", folder) else { return false };
             log.record(event("first"));
@@ -173,7 +173,7 @@ const CASES: &[Case] = &[
                     assert!(memory == [0; 8192] && mirror == memory);
                     New
                 }
-                // A mirror without content is a new one.
+                // A mirror without content counts as new.
                 (Err(_), Ok(mirror)) => {
                     assert!(mirror.iter().all(|byte| *byte == 0));
                     Old
@@ -246,7 +246,7 @@ fn disk_notes(folder: &Path, version: u32) -> Vec<DiskNote> {
     vec![DiskNote::of_open(&format!("disk-{version}"), vec![ImageFile::of(&image).unwrap()])]
 }
 
-/// Whose memory lies elsewhere: only what is saved is looked at.
+/// A boot set whose memory is in another folder: the tests look only at the saved file.
 fn boot_set(fill: Option<u8>) -> BootSet {
     let memory = tempfile::tempdir().unwrap();
     let set = BootSet::open(memory.path(), 1 << 20, Tagger::new(b"a key like noise")).unwrap();
@@ -264,7 +264,7 @@ fn save_boot_set(folder: &Path, fill: u8) -> Result<(), saved::SavedError> {
 }
 
 fn boot_set_content(folder: &Path) -> Content {
-    // Reading it uses it up.
+    // Loading the saved boot set removes it.
     let copy = folder.with_extension("copy");
     fs::copy(folder.join("boot-set"), &copy).unwrap();
     let set = boot_set(None);
@@ -299,7 +299,7 @@ fn names(folder: &Path) -> BTreeSet<PathBuf> {
     entries.flat_map(|path| if path.is_dir() { names(&path) } else { [path].into() }).collect()
 }
 
-/// The write of a case in a child process.
+/// Runs the write of a case in a child process.
 fn child(case: &Case, folder: &Path, strace: &Strace<'_>, injection: Option<&Injection<'_>>) -> Output {
     let environment = [(CASE_VARIABLE, OsStr::new(case.name)), (FOLDER_VARIABLE, folder.as_os_str())];
     strace.run_test("the_child_writes", &environment, injection)
@@ -314,7 +314,7 @@ fn the_child_writes() {
     exit(if (case.write)(&folder) { 0 } else { REFUSED });
 }
 
-/// A folder with the old content, beside nothing else.
+/// A folder with only the old content.
 fn fresh(case: &Case, home: &Path) -> PathBuf {
     let folder = home.join("folder");
     let _ = fs::remove_dir_all(&folder);
@@ -377,7 +377,7 @@ fn files_survive_any_failed_or_last_system_call() {
     }
 }
 
-/// A power cut may leave any of two new names. A disk without its note would count as complete.
+/// A power cut may keep either of two new names. A disk without its note would count as complete.
 #[test]
 fn note_of_a_new_disk_is_durable_before_the_disk() {
     let home = tempfile::tempdir().unwrap();
@@ -407,7 +407,7 @@ fn the_child_makes_a_disk() {
     }
 }
 
-/// A power cut costs what was not synced: of a disk on its way nothing may be noted as there before it is.
+/// A power cut loses what was not synced. So a block must not be noted as present before it is synced.
 #[test]
 fn fetched_blocks_are_durable_before_their_note() {
     let case = CASES.iter().find(|case| case.name == "disk on its way").unwrap();

@@ -1,5 +1,5 @@
-//! Every operation with every other: the first is held at its n-th QMP command, for each n, then the second begins, and then
-//! one of them dies, or QEMU refuses, or nothing.
+//! Every operation with every other: the first one is held at its n-th QMP command, for each n. Then the second one
+//! begins, and then one process dies, or QEMU refuses the command, or nothing happens.
 
 use std::fmt;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
@@ -9,15 +9,15 @@ use hearth_vmtest::{Random, patience};
 
 use crate::machine::{Bed, Keeper, NAMES, kill, wait};
 
-/// What is begun, and how.
+/// An operation, and how it begins.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Operation {
-    // --- of the guest
+    // --- by the guest
     Reset,
     Panic,
     Off,
     Watchdog,
-    // --- of an operator, at the API
+    // --- by the operator, through the API
     Status,
     Reboot,
     RebootForced,
@@ -34,9 +34,9 @@ enum Operation {
     DumpDiscard,
     /// `hearth host-reload prepare`.
     Park,
-    /// `hearth check`; it gives QEMU no command, so it is never the first.
+    /// `hearth check`. It sends QEMU no command, so it is never the first operation.
     Check,
-    // --- a keeper that starts
+    // --- by a keeper that starts
     Boot,
     TakeOver,
     Resume,
@@ -76,28 +76,28 @@ impl Operation {
         matches!(self, Boot | TakeOver | Resume | Restore)
     }
 
-    /// A second keeper of any other kind is one of these.
+    /// A second keeper of any other kind does the same as one of these.
     fn may_be_second(self) -> bool {
         !matches!(self, TakeOver | Resume)
     }
 
-    /// It begins with the start of a process.
+    /// How long the operation takes to begin; longer if a process is started.
     fn begins_within(self) -> Duration {
         if matches!(self, Park | Check | Boot | Restore) { PROCESS_BEGINS } else { SECOND_BEGINS }
     }
 
-    /// The keeper's first guest is started, and it ends if that fails.
+    /// Whether the keeper starts its first guest, so that the keeper ends if that fails.
     fn is_a_first_start(self) -> bool {
         matches!(self, Boot | Resume | Restore)
     }
 
-    /// A keeper may end on it by itself.
+    /// Whether a keeper may end by itself because of the operation.
     fn may_end(self) -> bool {
         matches!(self, Off | Stop | StopForced | SaveAndStop | Park)
     }
 }
 
-/// What happens when the second has begun.
+/// What happens once the second operation has begun.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Then {
     Nothing,
@@ -113,7 +113,7 @@ impl Then {
 #[derive(Clone, Copy, Debug)]
 struct Case {
     first: Operation,
-    /// The QMP command of the first, from 1.
+    /// Number of the first operation's QMP command, from 1.
     step: usize,
     second: Operation,
     then: Then,
@@ -129,28 +129,28 @@ impl fmt::Display for Case {
     }
 }
 
-/// `make test` plays one of so many.
+/// `make test` plays one case in this many.
 const SHARE: usize = 16;
-/// The second has begun, or waits for the first, after this.
+/// After this time the second operation has begun, or waits for the first.
 const SECOND_BEGINS: Duration = Duration::from_millis(15);
 const PROCESS_BEGINS: Duration = Duration::from_millis(40);
-/// A restore begins its check within this, unless it is refused before.
+/// A restore begins its check within this time, unless it is refused earlier.
 const CHECK_BEGINS: Duration = Duration::from_millis(500);
-/// A command of the first that is expected comes within this, if it comes at all.
+/// An expected command of the first operation arrives within this time, if at all.
 const STEP_COMES: Duration = Duration::from_secs(1);
-/// What was begun has begun to show by then.
+/// After this time an operation that was begun shows in the status.
 const REST: Duration = Duration::from_millis(20);
-/// Another program is asked first.
+/// An upgrade first asks another program for its version.
 const REST_OF_UPGRADES: Duration = Duration::from_millis(150);
-/// Of a machine whose QEMU answers at once.
+/// Time limit for a machine whose QEMU answers at once.
 fn limit() -> Duration {
     patience(1)
 }
 
-/// One machine after the other on the same folders: what a case leaves, the next one finds.
+/// Plays cases one after another on the same folders, so each case meets what the last one left.
 struct Stage {
     bed: Bed,
-    /// Names that were given to saves and records.
+    /// Number for the names of saves and records.
     numbers: AtomicUsize,
 }
 
@@ -161,7 +161,7 @@ impl Stage {
         stage
     }
 
-    /// A snapshot that machines are restored from.
+    /// Creates a snapshot to restore machines from.
     fn save_once(&self) -> Result<(), String> {
         let stage = self;
         let mut keeper = stage.run()?;
@@ -171,7 +171,7 @@ impl Stage {
         stage.end(keeper)
     }
 
-    /// A keeper that has its machine running.
+    /// A keeper whose machine runs.
     fn run(&self) -> Result<Keeper<'_>, String> {
         let mut keeper = self.begin_keeper(Boot);
         match keeper.settled(REST)? {
@@ -188,12 +188,12 @@ impl Stage {
         self.bed.keeper(NAMES[1], &["restore", "snapshot", "--as", NAMES[1], "--trust-config"])
     }
 
-    /// For a machine that is there, or has been.
+    /// Starts a keeper for a machine that exists, or existed.
     fn begin_next_keeper(&self, name: &'static str) -> Keeper<'_> {
         self.bed.keeper(name, &["run", file_of(name)])
     }
 
-    /// Restores a snapshot under the name of a machine that may live.
+    /// Restores a snapshot under a machine's name. That machine may be alive.
     fn begin_restore_over(&self, name: &'static str) -> Keeper<'_> {
         if name == NAMES[0] {
             let _ = std::fs::remove_dir_all(self.bed.path(name));
@@ -205,7 +205,7 @@ impl Stage {
         self.bed.path(&format!("{what}-{}", self.numbers.fetch_add(1, Relaxed))).display().to_string()
     }
 
-    /// The state in which an operation can begin: a keeper, unless it starts one itself.
+    /// Prepares for an operation: returns a keeper, unless the operation starts one itself.
     fn before(&self, operation: Operation) -> Result<Option<Keeper<'_>>, String> {
         match operation {
             Boot | Restore => Ok(None),
@@ -223,7 +223,8 @@ impl Stage {
         }
     }
 
-    /// Begins it; does not wait for its end, except for the API's answer, or the command's. A second keeper, if that is what it is.
+    /// Begins an operation. Waits for the API's answer or the command's end, not for the operation's end. Returns the
+    /// second keeper, if the operation starts one.
     fn begin(&self, operation: Operation, keeper: &Keeper<'_>) -> Option<Keeper<'_>> {
         let post = |path: &str, body: &str| drop(keeper.api().ask("POST", path, body));
         let save = |then: &str| {
@@ -253,7 +254,7 @@ impl Stage {
             Park => drop(command(&["host-reload", "prepare", "--drill", "--record", &self.new_path("record")])),
             Check => {
                 let said = command(&["check", file_of(keeper.name)]).code();
-                // The file is right, unless it has not been made yet.
+                // The file is valid, unless it does not exist yet.
                 let expected = [Some(0), Some(75), Some(2).filter(|_| !self.is_made(keeper.name))];
                 assert!(said.is_some() && expected.contains(&said), "`hearth check` ended with {said:?}");
             }
@@ -267,7 +268,7 @@ impl Stage {
         self.bed.path(file_of(name)).exists()
     }
 
-    /// How many QMP commands it takes alone.
+    /// Number of QMP commands of the operation when it runs alone.
     fn steps(&self, operation: Operation) -> Result<usize, String> {
         let keeper = self.before(operation)?;
         self.bed.hand.arm(None);
@@ -291,19 +292,20 @@ impl Stage {
             if !first.starts_a_keeper() {
                 scope.spawn(|| self.begin(first, &keeper));
             }
-            // A step that does not come this time, for what is random in it, is no step.
+            // Random choices may lead to fewer commands than expected; then the case has no held step.
             wait(STEP_COMES, || hand.held().is_some());
             let begun = scope.spawn(|| self.begin(second, &keeper));
             if second == Restore && keeper.name == NAMES[0] {
-                // It has made its machine, and its check waits a second for the keeper that has this name.
+                // Wait until the restore has created its machine. Its check then waits a second for the keeper of this
+                // name.
                 wait(CHECK_BEGINS, || self.bed.path(NAMES[0]).join("machine.toml").exists());
             }
-            // That it was started says nothing of how far a keeper is.
+            // A keeper's process may have been started long before the keeper does anything.
             wait(second.begins_within(), || begun.is_finished() && !second.starts_a_keeper());
             let held = hand.heard().get(step - 1).cloned().unwrap_or_default();
             match then {
                 Then::Nothing => hand.release("go"),
-                // A guest that cannot be asked to shut down has a minute to do so all the same.
+                // A refused shutdown request would make the keeper wait a minute for the guest.
                 Then::Refused => hand.release(if held == "system_powerdown" { "go" } else { "refuse" }),
                 Then::KeeperDies => {
                     kill(keeper.pid());
@@ -325,7 +327,8 @@ impl Stage {
         self.end(keeper)
     }
 
-    /// One of two keepers ends at once: the second, with a reason, unless it found the machine without one.
+    /// Checks that one of two keepers ends at once. It is the second one, with a reason, unless the second found no
+    /// keeper.
     fn one_of<'a>(
         &self,
         mut keeper: Keeper<'a>,
@@ -349,7 +352,7 @@ impl Stage {
         Ok(keeper)
     }
 
-    /// What is true of any machine when it has come to rest.
+    /// Checks what must be true of any machine at rest.
     fn judge(&self, case: Case, keeper: &mut Keeper<'_>) -> Result<(), String> {
         let upgrades = case.first == Upgrade || case.second == Upgrade;
         let Some(status) = keeper.settled(if upgrades { REST_OF_UPGRADES } else { REST })? else {
@@ -362,7 +365,7 @@ impl Stage {
                 Err(format!("the keeper ended: {status}"))
             };
         };
-        // One that was replaced may be about to end.
+        // A replaced QEMU may be about to end.
         let (mut qemu, mut qemus) = Default::default();
         let alone = wait(limit(), || {
             qemu = keeper.api().ask("GET", "/v1/status", "").and_then(|(_, status)| status["qemu"]["pid"].as_u64());
@@ -378,9 +381,9 @@ impl Stage {
         Ok(())
     }
 
-    /// The next start works, and a machine that has been stopped leaves nothing.
+    /// Checks that the next start works, and that a stopped machine leaves nothing behind.
     fn end<'a>(&'a self, mut keeper: Keeper<'a>) -> Result<(), String> {
-        // `hearth host-reload prepare` brings a machine back that it could not park.
+        // `hearth host-reload prepare` starts the machine again if it could not park it.
         let has_another = keeper.ended().is_some() && keeper.api().ask("GET", "/v1/status", "").is_some();
         if keeper.ended().is_some() && !has_another {
             let name = keeper.name;
@@ -404,12 +407,12 @@ impl Stage {
     }
 }
 
-/// As seen from the folder of the bed.
+/// Path of the machine's file, relative to the bed's folder.
 fn file_of(name: &str) -> &'static str {
     if name == NAMES[0] { "machine.toml" } else { "copy/machine.toml" }
 }
 
-/// All of them; with `HEARTH_PAIR` those whose names contain it.
+/// All cases, or those whose name contains `HEARTH_PAIR`.
 fn cases() -> Vec<Case> {
     let stage = Stage::new();
     let mut cases = Vec::new();
@@ -437,7 +440,7 @@ fn play_all(cases: &[Case]) {
             }
         }
     };
-    // They wait most of the time.
+    // More workers than processors, because the cases mostly wait.
     let workers = 4 * std::thread::available_parallelism().map_or(1, usize::from);
     std::thread::scope(|scope| (0..workers).for_each(|_| drop(scope.spawn(play_some))));
     let failures = failures.into_inner();

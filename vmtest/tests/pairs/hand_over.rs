@@ -1,5 +1,5 @@
-//! The moment in which one keeper hands its machine to the next: a request that meets it is carried out, by either, and the
-//! next keeper is whole.
+//! One keeper hands its machine over to the next: a request at that moment is carried out by one of them, and the next
+//! keeper has all of its files.
 
 use std::collections::BTreeSet;
 use std::fs::{self, File};
@@ -12,7 +12,7 @@ use rustix::fs::{FlockOperation, flock};
 
 use crate::machine::{Bed, NAMES, wait};
 
-/// A hand-over takes some 30 ms, of which the first keeper's loop is gone for one or two.
+/// A hand-over takes some 30 ms. The first keeper's loop is gone for one or two of them.
 const ROUNDS: u64 = 40;
 const NOT_RUNNING: i32 = 3;
 const STOPS: u64 = 8;
@@ -35,7 +35,7 @@ fn a_stop_during_an_upgrade_reaches_a_keeper() {
         let stopped = wait(patience(1), || {
             let output = stop(&bed);
             told = String::from_utf8_lossy(&output.stderr).into_owned();
-            // Between the two keepers there is none, and that is what the command says.
+            // For a moment there is no keeper, and the command says so.
             output.status.code() != Some(NOT_RUNNING)
         });
         assert!(stopped && told.is_empty(), "round {round}: {told}");
@@ -45,14 +45,14 @@ fn a_stop_during_an_upgrade_reaches_a_keeper() {
     }
 }
 
-/// Names in the machine's folders.
+/// Names of the files in the machine's folders.
 fn files(bed: &Bed) -> BTreeSet<PathBuf> {
     let folders = [bed.runtime_of(NAMES[0]), bed.memory_of(NAMES[0])].into_iter();
     let entries = folders.flat_map(|folder| fs::read_dir(folder).expect("it is there"));
     entries.map(|entry| entry.expect("an entry").path()).collect()
 }
 
-/// The next keeper makes its files as soon as it has the lock, under the same names.
+/// The next keeper creates its files, with the same names, as soon as it has the lock.
 #[test]
 fn a_stopped_keeper_unlocks_last() {
     let bed = Bed::make();

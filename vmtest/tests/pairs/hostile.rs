@@ -1,5 +1,5 @@
-//! A QEMU that a guest has taken over, on QMP: valid and invalid messages in any order, silence, floods. It may cost its own
-//! life; its keeper answers, or ends with a reason, does not grow, and another machine notices nothing.
+//! A QEMU that its guest controls, on QMP: valid and invalid messages in any order, silence, floods. It may end itself.
+//! Its keeper must answer, or end with a reason, and must not grow; another machine must notice nothing.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::time::{Duration, Instant};
@@ -10,18 +10,18 @@ use serde_json::json;
 use crate::machine::{Bed, Keeper, NAMES, wait};
 
 const SEEDS: u64 = 24;
-/// Beyond what a keeper has that never met such a QEMU.
+/// Growth of a keeper's memory beyond that of a keeper with an honest QEMU.
 const GROWTH_BYTES_MAX: u64 = 64 << 20;
 const THREADS_MAX: u64 = 40;
-/// The longest wait for an answer of QEMU's, and something for what follows.
+/// The longest wait for QEMU's answer, and some time for what follows.
 const ANSWERS_WITHIN: Duration = Duration::from_secs(60);
-/// Another machine's keeper is not concerned.
+/// How soon another machine's keeper must answer.
 const NEIGHBOUR_ANSWERS_WITHIN: Duration = Duration::from_secs(10);
 
 /// Kinds of descriptors that the stand-in can send.
 const KINDS: [&str; 5] = ["sockets", "folders", "pipe", "counter", "lingering"];
 
-/// Something that QEMU should not say now, or ever.
+/// A message that QEMU should not send now, or ever.
 fn message(random: &mut Random) -> String {
     let event = |name: &str, data| format!("{}\r\n", json!({ "event": name, "data": data }));
     let status = random.of(&["setup", "active", "completed", "failed", "cancelled", "from-the-future"]);
@@ -57,7 +57,7 @@ fn message(random: &mut Random) -> String {
     }
 }
 
-/// What a stand-in does with its next command.
+/// The stand-in's reaction to its next command.
 fn order(random: &mut Random, silences: &AtomicU64) -> String {
     let times = random.of(&[1, 1, 1, 3, 3, 100]);
     match random.below(24) {
@@ -82,7 +82,7 @@ const ORDERS: [(&str, &str); 8] = [
     ("/v1/upgrade-keeper", "{}"),
 ];
 
-/// From /proc/PID/status.
+/// A number from /proc/PID/status.
 fn figure(pid: u32, key: &str) -> u64 {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
     let line = status.lines().find_map(|line| line.strip_prefix(key)?.strip_prefix(':'));
@@ -107,7 +107,7 @@ fn play(bed: &Bed, seed: u64) -> Result<(), String> {
         let (path, body) = random.of(&ORDERS);
         let folder = bed.path(&format!("save-{seed}-{}", random.below(1000)));
         let body = body.replace("SAVE", &folder.display().to_string());
-        // It may be gone, or have something else to do.
+        // The keeper may be gone or busy.
         let _ = keeper.api().ask("POST", path, &body);
         let mut modest = Ok(());
         let answered = wait(ANSWERS_WITHIN, || {
@@ -119,10 +119,10 @@ fn play(bed: &Bed, seed: u64) -> Result<(), String> {
             return Err(format!("no answer after {path}"));
         }
     }
-    // What the guest is by now does not matter; an operator's order does.
+    // Whatever the guest's state is, the operator's request counts.
     let mut answer = None;
     if !wait(ANSWERS_WITHIN, || {
-        // One that is being replaced asks for the request once more.
+        // A keeper that is being replaced answers 503: ask again.
         if answer.as_ref().is_none_or(|(number, _)| *number == 503) {
             answer = keeper.api().ask("POST", "/v1/stop", r#"{"force": true}"#);
         }
@@ -130,7 +130,7 @@ fn play(bed: &Bed, seed: u64) -> Result<(), String> {
     }) {
         return Err(format!("does not stop; the request was answered {answer:?}"));
     }
-    // Parked guests and those of a keeper that ended are the next one's, with a QEMU that behaves.
+    // The next keeper takes over a parked guest, or one whose keeper ended, with a QEMU that behaves.
     bed.hand.order(None);
     let mut next = bed.keeper(NAMES[0], &["run", "machine.toml"]);
     next.settled(Duration::ZERO)?.ok_or("the next one does not start")?;

@@ -1,4 +1,4 @@
-//! A machine on the stand-in for QEMU, its keeper, and the test's hand on each QMP command.
+//! A machine with a stand-in for QEMU, its keeper, and the test's control of each QMP command.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File};
@@ -14,17 +14,17 @@ use rustix::process::Pid;
 use serde_json::Value;
 use tempfile::TempDir;
 
-/// The machine's own name, and that of one that is restored from a snapshot of it.
+/// Name of the machine, and of a machine restored from its snapshot.
 pub const NAMES: [&str; 2] = ["original", "copy"];
 const LOOK_EVERY: Duration = Duration::from_millis(2);
-/// A keeper has a thread for each question.
+/// Time between two requests: the keeper starts a thread for each one.
 const ASK_EVERY: Duration = Duration::from_millis(5);
 
 /// Folders of two machines, and the living stand-ins for QEMU of both.
 pub struct Bed {
     folder: TempDir,
     memory: TempDir,
-    /// In memory, as on most hosts.
+    /// In host memory, as on most hosts.
     runtime_root: TempDir,
     pub hand: Hand,
 }
@@ -40,7 +40,7 @@ impl Bed {
         let bed = Self { folder, memory, runtime_root, hand };
         let image = bed.folder.path().join("disk.img");
         File::create(&image).and_then(|file| file.set_len(1 << 20)).expect("a new file");
-        // It has the magic of a kernel, and the stand-in looks no further.
+        // It only has a kernel's magic: the stand-in reads no more.
         let kernel = bed.folder.path().join("kernel");
         fs::write(&kernel, [&[0; 0x202], &b"HdrS"[..], &[0; 64]].concat()).expect("a new file");
         let text = format!(
@@ -74,7 +74,7 @@ impl Bed {
         command
     }
 
-    /// A keeper with these arguments of `hearth`, or another command of it.
+    /// Starts a keeper with these arguments of `hearth`, or runs another command.
     pub fn keeper(&self, name: &'static str, arguments: &[&str]) -> Keeper<'_> {
         let log = File::options().create(true).append(true).open(self.path("keeper.log"));
         let log = log.expect("a file of its own");
@@ -84,13 +84,13 @@ impl Bed {
         Keeper { bed: self, name, child, said_before }
     }
 
-    /// Processes of either machine that are no keepers.
+    /// Processes of either machine that are not keepers.
     pub fn qemus(&self) -> BTreeSet<u32> {
         let pids = processes::mentioning(self.memory.path()).into_iter();
         pids.map(|pid| pid.as_raw_nonzero().get() as u32).collect()
     }
 
-    /// Whatever belongs to nobody when no keeper runs and no guest is parked.
+    /// Everything that is left behind although no keeper runs and no guest is parked.
     pub fn left_behind(&self) -> Vec<String> {
         let mut left: Vec<String> = self.qemus().iter().map(|pid| format!("process {pid}")).collect();
         // Keepers that `hearth host-reload prepare` started have the runtime root in their arguments.
@@ -122,12 +122,12 @@ impl Drop for Bed {
     }
 }
 
-/// A keeper that runs, or has ended. It is killed when this is dropped.
+/// A keeper that runs or has ended. Dropping it kills the keeper.
 pub struct Keeper<'a> {
     bed: &'a Bed,
     pub name: &'static str,
     child: Child,
-    /// Bytes of the log that are older.
+    /// Length of the log when the keeper was started.
     said_before: u64,
 }
 
@@ -150,7 +150,7 @@ impl Keeper<'_> {
         self.child.wait().expect("it is a child")
     }
 
-    /// What it has said, and others on this bed since it was started.
+    /// The log since the keeper was started; other keepers on this bed write to it too.
     pub fn said(&self) -> String {
         self.bed.log().get(self.said_before as usize..).unwrap_or_default().to_owned()
     }
@@ -159,7 +159,7 @@ impl Keeper<'_> {
         Api(self.bed.runtime_of(self.name).join("api.sock"))
     }
 
-    /// Waits until it has ended, or its machine has been at rest for this long: the last status.
+    /// Waits until the keeper has ended (None), or its machine has been at rest for this long. Returns the last status.
     pub fn settled(&mut self, rest: Duration) -> Result<Option<Value>, String> {
         let (deadline, mut since, mut last) = (Instant::now() + patience(2), Instant::now(), Value::Null);
         while Instant::now() < deadline {
@@ -203,7 +203,7 @@ impl Drop for Keeper<'_> {
 pub struct Api(PathBuf);
 
 impl Api {
-    /// The answer's status and body; none if there is no keeper, or none that answers.
+    /// Status code and body of the answer. None if no keeper answers.
     pub fn ask(&self, method: &str, path: &str, body: &str) -> Option<(u16, Value)> {
         let mut stream = UnixStream::connect(&self.0).ok()?;
         stream.set_read_timeout(Some(patience(5))).ok()?;
@@ -217,10 +217,10 @@ impl Api {
     }
 }
 
-/// What a command is answered with.
+/// Decides the answer to each command.
 pub type Orders = Box<dyn FnMut(&str) -> String + Send>;
 
-/// The test's hand on the stand-ins: lets each command pass, or holds the one that is armed.
+/// The test's control of the stand-ins: each command passes, or the armed one is held.
 #[derive(Clone, Default)]
 pub struct Hand(Arc<Mutex<Grip>>);
 
@@ -230,9 +230,9 @@ struct Grip {
     /// Commands since the count began.
     heard: Vec<String>,
     hold_at: Option<usize>,
-    /// Whose command is held.
+    /// Pid of the QEMU whose command is held.
     held: Option<u32>,
-    /// What each command is answered with while no one is held; none: go.
+    /// Decides the answers while no command is held. None: `go`.
     order: Option<Orders>,
 }
 
@@ -273,7 +273,7 @@ impl Hand {
         grip.held.take_if(|held| *held == pid);
     }
 
-    /// Counts commands from now on, and holds the one with this number, from 1.
+    /// Counts commands from now on, and holds the command with this number, from 1.
     pub fn arm(&self, hold_at: Option<usize>) {
         let mut grip = self.grip();
         grip.heard.clear();
@@ -289,7 +289,7 @@ impl Hand {
         self.grip().held
     }
 
-    /// Whoever is held goes on in this way, and nobody is held any more.
+    /// Answers the held command with this order. No command is held afterwards.
     pub fn release(&self, order: &str) {
         let mut grip = self.grip();
         grip.hold_at = None;
@@ -298,12 +298,12 @@ impl Hand {
         }
     }
 
-    /// What is answered to commands from now on.
+    /// Sets the answers to commands from now on.
     pub fn order(&self, order: Option<Orders>) {
         self.grip().order = order;
     }
 
-    /// Every guest does this; those that do not run cannot.
+    /// Makes every guest that runs do this.
     pub fn guests(&self, does: &str) {
         let mut grip = self.grip();
         let pids: Vec<u32> = grip.qemus.keys().copied().collect();
@@ -314,20 +314,20 @@ impl Hand {
 impl Grip {
     fn tell(&mut self, pid: u32, word: &str) {
         if let Some(mut qemu) = self.qemus.get(&pid) {
-            // One that has ended hears nothing.
+            // A stand-in that has ended reads nothing.
             let _ = writeln!(qemu, "{word}");
         }
     }
 }
 
-/// Ends a process by number.
+/// Kills a process.
 pub fn kill(pid: u32) {
     let pid = Pid::from_raw(pid as i32).expect("a pid is not 0");
     let _ = processes::kill(pid);
     processes::wait_end(pid, patience(5));
 }
 
-/// Waits until it is so.
+/// Waits until `look` is true, or the time is over.
 pub fn wait(limit: Duration, mut look: impl FnMut() -> bool) -> bool {
     let deadline = Instant::now() + limit;
     loop {

@@ -1,11 +1,11 @@
-//! The same on real guests: two operations a random moment apart, and perhaps a death; a seeded sample.
+//! Pairs on real guests: two operations a random moment apart, and sometimes a death. A seeded sample.
 
 use std::time::Duration;
 
 use hearth_vmtest::{Disk, Random, Result, TestVm, processes};
 use serde_json::Value;
 
-/// As `hearth` commands; FOLDER is a new one each time.
+/// Commands of `hearth`. FOLDER is a new folder each time.
 const OPERATIONS: [&[&str]; 10] = [
     &["reboot"],
     &["reboot", "--force"],
@@ -27,7 +27,7 @@ fn perform(vm: &TestVm, operation: &[&str], folder: &str) {
     let words = operation.iter().map(|word| if *word == "FOLDER" { folder } else { word });
     let mut arguments: Vec<&str> = words.collect();
     arguments.insert(1, vm.name());
-    // It may be refused, or cut off; what is left is looked at.
+    // The command may be refused or cut off. The test checks what it leaves.
     let _ = vm.cli_output(&arguments);
 }
 
@@ -55,7 +55,7 @@ fn play(vm: &TestVm, random: &mut Random, number: usize) -> Result<()> {
             _ => Ok(()),
         }
     })?;
-    // A keeper that ended with its machine, or was killed, has a next one.
+    // Start the next keeper if this one ended with its machine, or was killed.
     if vm.cli_output(&["status", vm.name()])?.status != 0 {
         vm.restart_keeper()?;
     }
@@ -74,7 +74,7 @@ fn pairs(number: usize, mut random: Random) -> Result<()> {
     Ok(())
 }
 
-/// The same ones each time, at other moments: the soak draws others.
+/// The same pairs each time, at other moments. The soak draws new pairs.
 #[test]
 fn pairs_on_a_real_guest_leave_it_running() -> Result<()> {
     pairs(PAIRS, Random::seeded_or(7))

@@ -1,4 +1,4 @@
-//! Counts: how often each thing happened in the runs, to see that they are about all of them.
+//! Counts: how often each event happened in the runs, to check that the runs cover all of them.
 
 macro_rules! counts {
     ($($name:ident),*) => {
@@ -29,10 +29,10 @@ counts!(
     resizes,
     image_copies,
     failed_image_copies,
-    // Live copies of guest memory: the keeper's own, and QEMU's by its log.
+    // Copies of a living guest's memory: the keeper's, and QEMU's with its log.
     saved_memories,
     migrated_memories,
-    // Pages in the logs that the guest had not written to itself.
+    // Logged pages that the guest had not written itself.
     logged_pages,
     out_of_space
 );

@@ -1,4 +1,4 @@
-//! Guest: RAM, virtqueues, and the driver that puts requests into them and looks at answers.
+//! Guest: RAM, virtqueues, and the driver that submits requests and checks the answers.
 //!
 //! ```text
 //! page of a queue: 0 descriptors | 0x200 available | 0x400 used | 0x800 header and status of each request
@@ -19,9 +19,9 @@ use crate::storage::{BLOCK, SECTOR, Stamp, fill, stamp_of};
 
 pub const QUEUES: usize = 3;
 pub const QUEUE_SIZE: u16 = 32;
-/// Descriptors of a request: header, two pieces of data at most, status.
+/// Descriptors of a request: header, at most two pieces of data, status.
 const DESCRIPTORS: u16 = 4;
-/// Requests that a queue has at a time.
+/// Requests that fit into a queue.
 pub const SLOTS: u16 = QUEUE_SIZE / DESCRIPTORS;
 pub const AVAILABLE: u64 = 0x200;
 pub const USED: u64 = 0x400;
@@ -43,7 +43,7 @@ pub enum Kind {
     Identify,
     Discard,
     WriteZeroes,
-    /// A type that no device knows.
+    /// A request type that no device supports.
     Odd,
 }
 
@@ -66,26 +66,26 @@ impl Kind {
 pub struct Request {
     pub id: Id,
     pub kind: Kind,
-    /// Of the disk.
+    /// First sector on the disk.
     pub sectors: Range<u64>,
     /// Guest addresses and lengths of its data.
     pieces: Vec<(u64, u64)>,
-    /// What had been answered when a flush was submitted, and when that was.
+    /// The answers before the flush was submitted, and the time of its submission.
     pub answered: Vec<u64>,
     pub submitted: u64,
-    /// It was submitted without a write cache.
+    /// It was submitted while the write cache was off.
     pub is_through: bool,
-    /// The disk became too short for it.
+    /// The disk became too short for the request.
     pub is_gone: bool,
 }
 
-/// An answer that the driver has found.
+/// An answer that the driver has received.
 pub struct Answer {
     pub request: Request,
-    /// 255: none was written.
+    /// Status byte. 255: none was written.
     pub status: u8,
     pub bytes: u32,
-    /// What a read has brought.
+    /// Data of a read.
     pub found: Vec<Option<Stamp>>,
 }
 
@@ -108,9 +108,9 @@ impl Ring {
 pub struct Guest {
     pub ram: File,
     pub rings: Vec<Ring>,
-    /// By page: whose data it holds.
+    /// For each page, the request whose data it holds.
     owners: Vec<Option<Id>>,
-    /// Pages that the guest has written to itself.
+    /// Pages that the guest itself has written.
     written: Cell<Pages>,
     pub event_index: bool,
 }
@@ -132,7 +132,7 @@ impl Guest {
         (address / BLOCK..end).for_each(|page| self.written.set(self.written.get() | 1 << page));
     }
 
-    /// Pages that the guest has written to since the last call.
+    /// Returns the pages that the guest has written since the last call.
     pub fn take_written(&self) -> Pages {
         self.written.take()
     }
@@ -145,19 +145,19 @@ impl Guest {
         self.rings.iter().flat_map(|ring| ring.slots.iter().flatten())
     }
 
-    /// The write cache is on again: also requests in flight may be answered before they are durable.
+    /// The write cache is switched on again: requests in flight may now be answered before they are durable too.
     pub fn rely_on_flushes(&mut self) {
         let waiting = self.rings.iter_mut().flat_map(|ring| ring.slots.iter_mut().flatten());
         waiting.for_each(|request| request.is_through = false);
     }
 
-    /// The disk has this many sectors now.
+    /// The disk's size changes to this many sectors.
     pub fn shrink_to(&mut self, sectors: u64) {
         let waiting = self.rings.iter_mut().flat_map(|ring| ring.slots.iter_mut().flatten());
         waiting.for_each(|request| request.is_gone |= request.sectors.end > sectors);
     }
 
-    /// The driver starts anew: what was in flight is forgotten.
+    /// The driver starts again: requests in flight are forgotten.
     pub fn reset(&mut self) {
         for queue in 0..QUEUES {
             self.rings[queue] = Ring::new();
@@ -170,7 +170,7 @@ impl Guest {
         self.load(page_of(queue) + USED + 2)
     }
 
-    /// Room in RAM for so many bytes: at the beginning of a page, or anywhere.
+    /// Finds free RAM for this many bytes, at the start of a page or anywhere.
     fn place(&mut self, id: Id, bytes: u64, random: &mut Random) -> Option<u64> {
         let within = if random.one_in(4) { random.below(BLOCK / SECTOR) * SECTOR } else { 0 };
         let pages = (within + bytes).div_ceil(BLOCK);
@@ -183,7 +183,7 @@ impl Guest {
         Some(first * BLOCK + within)
     }
 
-    /// Puts a request into a queue. None: there is no room.
+    /// Puts a request into a queue. None if there is no space.
     pub fn submit(
         &mut self,
         queue: usize,
@@ -274,7 +274,7 @@ impl Guest {
         }
     }
 
-    /// As a driver decides it.
+    /// Whether the driver notifies the device, as real drivers decide it.
     fn wants_kick(&self, queue: usize, before: u16, after: u16) -> bool {
         let used = page_of(queue) + USED;
         if !self.event_index {
@@ -298,7 +298,7 @@ impl Guest {
         }
     }
 
-    /// Changes data of a write in flight. Says which one.
+    /// Changes data of a write in flight. Returns the request.
     pub fn scribble_over_write(&self, stamp: Stamp, random: &mut Random) -> Option<Id> {
         let writes: Vec<&Request> = self.waiting().filter(|request| request.kind == Kind::Write).collect();
         let request = writes.get(random.below(writes.len().max(1) as u64) as usize)?;
@@ -315,12 +315,12 @@ impl Guest {
         }
     }
 
-    /// The next answer in a queue, if there is one.
+    /// Takes the next answer from a queue, if there is one.
     pub fn look(&mut self, queue: usize) -> Option<Result<Answer, String>> {
         let used = page_of(queue) + USED;
         let next_used = self.rings[queue].next_used;
         if self.load(used + 2) == next_used {
-            // The next answer shall wake the driver.
+            // Ask the device to interrupt the driver for the next answer.
             let wish = page_of(queue) + AVAILABLE + 4 + u64::from(QUEUE_SIZE) * 2;
             self.write(&next_used.to_le_bytes(), wish);
             return None;

@@ -1,18 +1,20 @@
 //! A deterministic simulation of the disk server: one seed is one schedule of everything that can happen to a disk.
 //!
-//! The server is the real one, with the real ledger, boot set and ember. Its loop is called turn by turn on the only thread, and a
-//! clock is moved by hand. A guest, its QEMU and the storage are simulated around it. Between any two steps anything may happen:
+//! The server is the real one, with the real ledger, boot set and ember. Its loop is called step by step on the only
+//! thread, and the clock is advanced by hand. A guest, its QEMU and the storage are simulated around it. Between any
+//! two steps anything may happen:
 //!
-//! - requests of all kinds on several queues; the start or end of an operation, well or not; a full file system;
-//! - messages of QEMU, some of them hostile; stops and hops; the guest switches its write cache;
-//! - a kill of the keeper, also in the middle of its work; a crash of the guest; a power cut, after which any subset of the
-//!   changes that were not synced is on the disk;
-//! - another length of the disk; a copy of the image to a disk that may fail; a save or a migration of guest memory, with a log of
-//!   the pages that the disk's server writes to.
+//! - requests of all kinds on several queues; the start or end of an operation, successful or not; a full file system;
+//! - messages of QEMU, some of them hostile; stops and hops; the guest switches its write cache on and off;
+//! - a kill of the keeper, also during its work; a crash of the guest; a power cut, after which any subset of the
+//!   unsynced changes is on the disk;
+//! - a resize of the disk; a copy of the image to a disk that may fail; a save or a migration of guest memory, with a
+//!   log of the pages that the disk's server writes.
 //!
-//! A model says whether it is right what was answered, is durable, is held in memory, was logged, and passed a limit.
+//! A model checks every answer, what is durable, what is held in memory, what was logged, and the rate limits.
 //!
-//! A seed that fails is printed. `SEED=n cargo test -p hearth-recovery --test disk_simulation one` runs it again and prints what happens.
+//! A failing seed is printed. `SEED=n cargo test -p hearth-recovery --test disk_simulation one` repeats its run and
+//! prints the events.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
@@ -36,16 +38,16 @@ use counts::Counts;
 use storage::Killed;
 use world::World;
 
-/// Steps of a run before it comes to its end.
+/// Steps of a run before it is brought to its end.
 const STEPS: u32 = 400;
-/// Seeds of each test run.
+/// Seeds in each test run.
 const SEEDS: u64 = 2000;
 
 fn number(name: &str) -> Option<u64> {
     std::env::var(name).ok().map(|text| text.parse().unwrap_or_else(|_| panic!("{name} is a number")))
 }
 
-/// A panic that ends a keeper is no failure, and is not printed.
+/// Silences panics that end a simulated keeper: they are not failures.
 fn hide_kills() {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
@@ -78,7 +80,7 @@ fn no_schedule_shows_a_wrong_byte_or_loses_a_request() {
     run_seeds(number("SEEDS").unwrap_or(SEEDS));
 }
 
-/// On all processors: no seed depends on another.
+/// Runs the seeds on all processors. No seed depends on another.
 fn run_seeds(seeds: u64) {
     hide_kills();
     let (first, began) = (number("FIRST").unwrap_or(1), Instant::now());

@@ -1,8 +1,9 @@
 //! Memory copy: guest memory that is copied while the guest runs, as a save and a migration do.
 //!
-//! all pages are copied -> pass: pages that were marked meanwhile are copied again -> ... -> the last pass leaves nothing
+//! all pages are copied -> pass: pages marked meanwhile are copied again -> ... -> the last pass leaves none
 //!
-//! A page that differs from its copy must be marked: the guest's own writes are known, the device's must be in its log.
+//! A page that differs from its copy must be marked. The guest's own writes are known; the device's writes must be in
+//! its log.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -22,7 +23,7 @@ fn read(ram: &File) -> Vec<u8> {
 }
 
 impl MemoryCopy {
-    /// From now on everything that is written must be marked.
+    /// From now on every written page must be marked.
     pub fn begin(ram: &File) -> Self {
         Self { bytes: read(ram), marked: 0 }
     }
@@ -31,7 +32,7 @@ impl MemoryCopy {
         self.marked |= pages;
     }
 
-    /// A page that was written to and is not marked.
+    /// A page that was written but is not marked, if there is one.
     pub fn forgotten(&self, ram: &File) -> Option<u64> {
         let now = read(ram);
         let pages = self.bytes.chunks_exact(BLOCK as usize).zip(now.chunks_exact(BLOCK as usize));

@@ -1,27 +1,27 @@
-//! Model: what a guest may find on its disk, sector by sector, by what it wrote and what was answered.
+//! Model: what a guest may find in each sector of its disk, given its writes and their answers.
 //!
-//! A write may take effect at any moment between its submission and its answer. So a sector may hold what any write in flight
-//! puts there, and what had ended and was not surely replaced: a write that was answered replaces everything that had ended
-//! before it began. One that failed replaces nothing, and may have taken effect all the same.
+//! A write may take effect at any moment between its submission and its answer. So a sector may hold the value of any
+//! write in flight, or of an ended write that was not certainly replaced. A successful write replaces all values of
+//! writes that had ended before it began. A failed write replaces nothing, but may have taken effect.
 //!
-//! A value that was replaced may come back with a power cut, until what replaced it is durable: a flush was submitted after
-//! that had been answered, and was answered as well; or the write was submitted without a write cache.
+//! A power cut may bring back a replaced value, until its replacement is durable. It is durable if a flush was
+//! submitted after its answer and was itself answered, or if the write was submitted while the write cache was off.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
 
 use crate::storage::{FIRST_STAMP, SECTORS_A_BLOCK, Stamp, Storage};
 
-/// Names a request.
+/// Number of a request.
 pub type Id = u64;
 
 #[derive(Clone)]
 struct Value {
     stamp: Stamp,
     writer: Id,
-    /// None: the write is in flight.
+    /// None while the write is in flight.
     ended: Option<u64>,
-    /// Since when only a power cut can bring it back.
+    /// The time since which only a power cut can bring it back.
     replaced: Option<u64>,
 }
 
@@ -40,17 +40,17 @@ impl Value {
 struct Cell {
     values: Vec<Value>,
     writers: u32,
-    /// What was answered is of this turn of the storage, or a later one.
+    /// A read was answered with this value, which the storage held at this turn or a later one.
     turn: u64,
 }
 
 impl Cell {
-    /// What a read may find.
+    /// Values that a read may find.
     fn found(&self) -> impl Iterator<Item = Stamp> {
         self.values.iter().filter(|value| value.replaced.is_none()).map(|value| value.stamp)
     }
 
-    /// A read found this, and no write was in flight.
+    /// A read found this value while no write was in flight.
     fn must_be(&mut self, stamp: Stamp, now: u64) {
         for other in self.values.iter_mut().filter(|value| value.stamp != stamp) {
             other.replaced.get_or_insert(now);
@@ -61,16 +61,16 @@ impl Cell {
 struct Read {
     sectors: Range<u64>,
     allowed: Vec<Vec<Stamp>>,
-    /// Nothing has written there meanwhile: then it must be what the disk holds.
+    /// Nothing has been written there meanwhile, so it must be what the disk holds.
     quiet: Vec<bool>,
-    /// The disk became shorter: it may be anything.
+    /// The disk became shorter: any value is possible.
     gone: bool,
 }
 
 struct Write {
     sectors: Range<u64>,
     began: u64,
-    /// The turn of the storage then.
+    /// Turn of the storage at that time.
     turn: u64,
 }
 
@@ -88,9 +88,9 @@ pub struct Model {
 pub enum End {
     /// The bytes are on the disk; they may be in its write cache.
     Well,
-    /// They survive a power cut.
+    /// The bytes survive a power cut.
     Durable,
-    /// Its bytes may be there, or not: it failed, was a hint, or nobody was left to be answered.
+    /// The bytes may be there or not: the write failed, was only a hint, or the guest died before the answer.
     Unknown,
 }
 
@@ -123,7 +123,7 @@ impl Model {
         self.may_write(id, stamp);
     }
 
-    /// A write in flight may as well put this there.
+    /// Whether a write in flight may also have put this value there.
     pub fn may_write(&mut self, id: Id, stamp: Stamp) {
         let Some(write) = self.writes.get(&id) else { return };
         for sector in write.sectors.clone() {
@@ -160,7 +160,7 @@ impl Model {
         }
     }
 
-    /// Nobody is left to answer.
+    /// The guest has died: nobody is left to be answered.
     pub fn end_all(&mut self, storage: &Storage) {
         self.reads.clear();
         let writes: Vec<Id> = self.writes.keys().copied().collect();
@@ -197,20 +197,20 @@ impl Model {
         Ok(())
     }
 
-    /// When a flush is submitted, for `end_flush`.
+    /// State at the submission of a flush, for `end_flush`.
     pub fn begin_flush(&mut self) -> u64 {
         self.time += 1;
         self.time
     }
 
-    /// A flush was answered that was submitted then: what had been replaced by that time does not come back.
+    /// The flush was answered: values replaced before its submission do not come back.
     pub fn end_flush(&mut self, submitted: u64) {
         for cell in &mut self.cells {
             cell.values.retain(|value| value.replaced.is_none_or(|replaced| replaced > submitted));
         }
     }
 
-    /// Power was cut, and nobody is left to be answered: the disk holds what it may hold, and keeps it.
+    /// Power was cut, and nobody is left to be answered. The disk holds one of the possible values, and keeps it.
     pub fn lose_power(&mut self, storage: &Storage) -> Result<(), String> {
         self.time += 1;
         let mut wrong = Ok(());
@@ -225,12 +225,12 @@ impl Model {
         wrong
     }
 
-    /// All that was answered before now, by the turn of the storage that it is of.
+    /// All answers so far, with the turn of the storage that each belongs to.
     pub fn answered(&self) -> Vec<u64> {
         self.cells[..self.sectors as usize].iter().map(|cell| cell.turn).collect()
     }
 
-    /// What was answered then is durable now.
+    /// What had been answered then is durable now.
     pub fn check_durable(&self, sectors: Range<u64>, answered: &[u64], storage: &Storage) -> Result<(), String> {
         for sector in sectors {
             let turn = answered.get(sector as usize).copied().unwrap_or(0);
@@ -242,7 +242,7 @@ impl Model {
         Ok(())
     }
 
-    /// The disk has another length.
+    /// The disk's size has changed.
     pub fn resize(&mut self, sectors: u64) {
         self.time += 1;
         let zeroes = Value::zeroes(self.time);
@@ -253,7 +253,7 @@ impl Model {
         if sectors < self.sectors {
             for cell in &mut self.cells[sectors as usize..] {
                 cell.turn = 0;
-                // What is still in flight may be put behind the end of the disk, and be found there later.
+                // A write in flight may go beyond the end of the disk, and be found there later.
                 cell.values.retain(|value| value.ended.is_none());
                 cell.values.push(zeroes.clone());
             }

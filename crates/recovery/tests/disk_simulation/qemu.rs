@@ -1,9 +1,10 @@
-//! QEMU: the vhost-user messages that one sends to its disk, in the order of QEMU's own code.
+//! QEMU: the vhost-user messages that a QEMU sends to its disk, in the order of QEMU's own code.
 //!
-//! Messages wait in a script and are sent one at a time; between two of them anything else may happen.
+//! Messages wait in a script and are sent one at a time. Between two messages anything else may happen.
 //!
-//! While it logs (for a migration) QEMU sends its features and the addresses of its rings with the log's flags, and waits for an
-//! answer. A device that is started gets the log after its queues and before they are enabled, and a new log each time.
+//! While QEMU logs (for a migration), it sends its features and the addresses of its rings with the log's flags, and
+//! waits for an answer. A device that is started gets the log after its queues and before they are enabled, and a new
+//! log each time.
 
 use std::collections::VecDeque;
 use std::fs::File;
@@ -22,7 +23,7 @@ use rustix::net::{
 
 use crate::guest::{AVAILABLE, Guest, Pages, QUEUE_SIZE, QUEUES, RAM_BYTES, USED, page_of};
 
-/// Where QEMU has guest memory mapped.
+/// Address at which QEMU maps guest memory.
 const USER_BASE: u64 = 0x7f00_0000_0000;
 
 pub const VERSION_1: u64 = 1 << 32;
@@ -44,7 +45,7 @@ pub enum Message {
     GetProtocol,
     SetProtocol,
     SetFeatures,
-    /// Only if there is no region yet.
+    /// Sent only if there is no region yet.
     GetInflight,
     SetInflight,
     MemTable,
@@ -58,12 +59,12 @@ pub enum Message {
     Stop(usize),
     WriteCache(bool),
     Reset,
-    /// What a QEMU never sends: another region, of fewer queues, or of smaller ones.
+    /// A message that QEMU never sends: another region, with fewer or smaller queues.
     SmallInflight {
         queues: u16,
         size: u16,
     },
-    /// With the region that was got for that.
+    /// Sent with the region that the server returned.
     SetSmallInflight {
         queues: u16,
         size: u16,
@@ -71,7 +72,7 @@ pub enum Message {
     OddSize(usize, u32),
 }
 
-/// What comes back.
+/// Messages to QEMU.
 #[derive(Debug)]
 pub enum Received {
     Nothing,
@@ -93,16 +94,16 @@ pub struct Qemu {
     pub features: u64,
     inflight: Option<Region>,
     small: Option<Region>,
-    /// Where each queue goes on. None: its server died before it said so.
+    /// Position at which each queue continues. None if its server died before it reported it.
     pub bases: Vec<Option<u16>>,
-    /// Its queues are started, or about to be.
+    /// Its queues are started, or will be.
     pub is_started: bool,
     /// A queue was started at this connection.
     pub has_kicked: bool,
-    /// It wants to know which pages its devices write to.
+    /// It logs the pages that its devices write.
     pub is_logging: bool,
     log: Option<File>,
-    /// Pages out of earlier logs.
+    /// Pages from earlier logs.
     logged: Pages,
 }
 
@@ -128,7 +129,7 @@ impl Qemu {
         self.stream.is_some()
     }
 
-    /// It has nothing to send, and waits for no answer.
+    /// It has nothing to send and waits for no answer.
     pub fn is_silent(&self) -> bool {
         self.script.is_empty() && self.awaited.is_none()
     }
@@ -138,7 +139,7 @@ impl Qemu {
         matches!(self.awaited, Some(Message::Stop(_) | Message::Reset))
     }
 
-    /// Connects, and is about to negotiate. False: nobody listens.
+    /// Connects; the negotiation comes next. False if nobody listens.
     pub fn connect(&mut self, socket: &Path) -> bool {
         let Ok(stream) = UnixStream::connect(socket) else { return false };
         stream.set_nonblocking(true).unwrap();
@@ -148,7 +149,7 @@ impl Qemu {
         true
     }
 
-    /// The connection is lost, from whichever side.
+    /// The connection is lost, whichever side closed it.
     pub fn hang_up(&mut self) {
         (self.stream, self.awaited) = (None, None);
         self.script.clear();
@@ -172,13 +173,13 @@ impl Qemu {
         self.script.extend((0..QUEUES).map(Message::Stop));
     }
 
-    /// The guest's driver starts anew, so that QEMU wants another region.
+    /// The guest's driver starts again, so QEMU needs another region.
     pub fn forget_rings(&mut self) {
         self.inflight = None;
         self.bases = vec![Some(0); QUEUES];
     }
 
-    /// Begins or ends a log. A device that does not run hears of it when it is started.
+    /// Starts or ends a log. A device that does not run gets it when it is started.
     pub fn set_logging(&mut self, on: bool) {
         self.is_logging = on;
         if self.is_connected() && self.is_started {
@@ -188,7 +189,7 @@ impl Qemu {
         }
     }
 
-    /// Pages that are in the log since the last call.
+    /// Pages that were logged since the last call.
     pub fn take_log(&mut self) -> Pages {
         if let Some(log) = &self.log {
             let mut bits = [0; size_of::<Pages>()];
@@ -207,7 +208,7 @@ impl Qemu {
         self.log.insert(log)
     }
 
-    /// Sends the next message, if it may.
+    /// Sends the next message, if it may be sent now.
     pub fn send_next(&mut self, guest: &Guest) -> Option<Message> {
         if self.awaited.is_some() || self.stream.is_none() {
             return None;
@@ -255,7 +256,7 @@ impl Qemu {
             Message::Size(queue) => self.send(8, false, &words(&[queue as u32, u32::from(QUEUE_SIZE)]), None),
             Message::OddSize(queue, size) => self.send(8, false, &words(&[queue as u32, size]), None),
             Message::Base(queue) => {
-                // As QEMU does when no server could tell it.
+                // QEMU does the same when no server could tell it.
                 let base = self.bases[queue].unwrap_or_else(|| guest.used_index(queue));
                 self.send(10, false, &words(&[queue as u32, u32::from(base)]), None);
             }
@@ -289,7 +290,7 @@ impl Qemu {
         self.send(32, false, &region.spec, Some(region.file.as_fd()));
     }
 
-    /// Waits for an answer while it logs: it must know since when all is in the log.
+    /// Waits for an answer while it logs: it must know from when on the log is complete.
     fn send_logged(&mut self, message: Message, request: u32, payload: &[u8]) {
         self.send(request, self.is_logging, payload, None);
         self.awaited = self.is_logging.then_some(message);
@@ -310,11 +311,11 @@ impl Qemu {
         if !files.is_empty() {
             ancillary.push(SendAncillaryMessage::ScmRights(&files));
         }
-        // A server that has hung up is noticed when something is received.
+        // QEMU notices that a server has closed the connection when it receives something.
         let _ = sendmsg(stream, &[IoSlice::new(&head), IoSlice::new(payload)], &mut ancillary, SendFlags::NOSIGNAL);
     }
 
-    /// Looks whether something has come.
+    /// Checks whether a message has arrived.
     pub fn receive(&mut self) -> Received {
         let Some(stream) = &self.stream else { return Received::Nothing };
         let mut head = [0; 12];

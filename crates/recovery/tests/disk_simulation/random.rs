@@ -1,11 +1,11 @@
-//! Random choices that follow from a seed and nothing else.
+//! Random choices that depend only on a seed.
 
-/// xorshift64* over a seed that was mixed first: neighbouring seeds are different runs.
+/// xorshift64*. The seed is mixed first, so that neighbouring seeds give different runs.
 pub struct Random(u64);
 
 impl Random {
     pub fn new(seed: u64) -> Self {
-        // splitmix64, kept from the fixed point 0.
+        // splitmix64, except for its fixed point 0.
         let mut mixed = seed.wrapping_add(0x9e37_79b9_7f4a_7c15);
         mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
         mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
@@ -23,7 +23,7 @@ impl Random {
         (self.next() >> 16) % limit
     }
 
-    /// True once in so many times.
+    /// True once in `times` calls, on average.
     pub fn one_in(&mut self, times: u64) -> bool {
         self.below(times) == 0
     }

@@ -1,4 +1,4 @@
-//! Soak: as many schedules as an hour has room for.
+//! Soak: as many schedules as fit into an hour.
 
 use crate::{number, run_seeds};
 

@@ -1,9 +1,10 @@
-//! Storage: what the disk holds, what of it is durable, and the engine that carries out operations when the schedule says so.
+//! Storage: the disk's content, the durable part of it, and the engine that carries out operations when the schedule
+//! says so.
 //!
-//! push -> submit -> apply (reaches the image, wholly, in part or not) -> report -> reap
+//! push -> submit -> apply (to the image: completely, partly or not at all) -> report -> reap
 //!
-//! Each sector holds a stamp: the number of the write that put it there, so that its bytes tell where they came from. A sector
-//! remembers everything it has held, because a power cut may bring back any of it that is not older than what is durable.
+//! Each sector holds a stamp, the number of the write that put it there, so its bytes tell their origin. A sector
+//! remembers its whole history, because a power cut may bring back any value that is not older than the durable one.
 
 use std::fs::File;
 use std::io;
@@ -25,22 +26,22 @@ pub const SECTOR: u64 = 512;
 pub const BLOCK: u64 = 4096;
 pub const SECTORS_A_BLOCK: u64 = BLOCK / SECTOR;
 
-/// Names a write. 0: zeroes.
+/// Number of a write. 0 stands for zeroes.
 pub type Stamp = u32;
 
-/// What the disk holds before the first write.
+/// Content of the disk before the first write.
 pub const FIRST_STAMP: Stamp = 1;
 
-/// The payload of a panic by which a keeper dies in the middle of its work.
+/// Payload of a panic that kills a keeper during its work.
 pub struct Killed;
 
-/// The bytes of a sector.
+/// Bytes of a sector with this stamp.
 pub fn fill(sector: u64, stamp: Stamp, out: &mut [u8]) {
     let word = if stamp == 0 { 0 } else { sector << 32 | u64::from(stamp) };
     out.chunks_exact_mut(8).for_each(|chunk| chunk.copy_from_slice(&word.to_le_bytes()));
 }
 
-/// Whose bytes these are. None: not those of this sector.
+/// Stamp of these bytes. None if they are not a value of this sector.
 pub fn stamp_of(sector: u64, bytes: &[u8]) -> Option<Stamp> {
     let word = u64::from_le_bytes(bytes[..8].try_into().unwrap());
     let is_whole = bytes.chunks_exact(8).all(|chunk| chunk == word.to_le_bytes());
@@ -51,7 +52,7 @@ pub fn stamp_of(sector: u64, bytes: &[u8]) -> Option<Stamp> {
 #[derive(Clone)]
 struct Sector {
     durable_turn: u64,
-    /// All that it has held, the newest last.
+    /// Everything it has held, newest last.
     history: Vec<Change>,
 }
 
@@ -73,7 +74,7 @@ impl Sector {
 }
 
 struct Pending {
-    /// Counts operations, from 1.
+    /// Number of operations so far.
     number: u64,
     submission: Submission,
     is_submitted: bool,
@@ -89,11 +90,11 @@ struct Applied {
 #[derive(Clone, Copy, Debug)]
 pub enum Outcome {
     Well,
-    /// Only so many of its sectors are changed.
+    /// Only this many sectors are changed.
     Fails {
         after: u64,
     },
-    /// The same, for want of space.
+    /// As before, because space is missing.
     Full {
         after: u64,
     },
@@ -106,24 +107,24 @@ pub struct Storage {
     pending: Vec<Pending>,
     applied: Vec<Applied>,
     ended: Vec<Completion>,
-    /// By operation: when it was reported.
+    /// When each operation was reported.
     reported: Vec<u64>,
     turn: u64,
     bell: Option<OwnedFd>,
     pool: Option<Arc<BufferPool>>,
     pub meter: Meter,
-    /// The keeper dies after so many more looks at engine or memory.
+    /// The keeper dies after this many more accesses to engine or memory.
     pub fuse: Option<u64>,
     /// The next submits fail.
     pub refusals: u64,
-    /// The first thing that was wrong.
+    /// The first violation that was found.
     pub problem: Option<String>,
 }
 
 pub type Shared = Arc<Mutex<Storage>>;
 
 pub fn lock(storage: &Mutex<Storage>) -> MutexGuard<'_, Storage> {
-    // A keeper that dies leaves it whole.
+    // A keeper that panics leaves the storage whole, so a poisoned lock is ignored.
     storage.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -184,7 +185,7 @@ impl Storage {
         self.sectors.get(sector as usize).map_or(0, |sector| sector.last().stamp)
     }
 
-    /// The bytes of a block.
+    /// Bytes of a block.
     pub fn block(&self, block: u64) -> [u8; BLOCK as usize] {
         let mut bytes = [0; BLOCK as usize];
         for (sector, bytes) in (block * SECTORS_A_BLOCK..).zip(bytes.chunks_exact_mut(SECTOR as usize)) {
@@ -193,8 +194,8 @@ impl Storage {
         bytes
     }
 
-    /// The turn at which a write of this stamp reached the sector: the last one; of zeroes, which are not told apart, the first
-    /// one since that turn.
+    /// The turn at which a write of this stamp reached the sector, the last one if there were several. Zeroes carry no
+    /// number, so for them it is the first turn after `since`.
     pub fn turn_of(&self, sector: u64, stamp: Stamp, since: u64) -> Option<u64> {
         let history = &self.sectors.get(sector as usize)?.history;
         let mut found = history.iter().filter(|change| change.stamp == stamp && change.turn > since);
@@ -210,7 +211,7 @@ impl Storage {
         self.sectors.get(sector as usize).map_or(u64::MAX, |sector| sector.durable_turn)
     }
 
-    /// The operator gives the file another length, and syncs it.
+    /// The operator resizes the file and syncs it.
     pub fn set_blocks(&mut self, blocks: u64) {
         let sectors = blocks * SECTORS_A_BLOCK;
         self.file.set_len(sectors * SECTOR).unwrap();
@@ -247,7 +248,7 @@ impl Storage {
         self.pending.is_empty() && self.applied.is_empty() && self.ended.is_empty()
     }
 
-    /// Whether the operation at this place among those that wait needs space.
+    /// Whether the waiting operation at this index needs space.
     pub fn needs_space(&self, place: usize) -> bool {
         let pending = self.pending.iter().filter(|pending| pending.is_submitted).nth(place);
         pending.is_some_and(|pending| {
@@ -255,7 +256,7 @@ impl Storage {
         })
     }
 
-    /// Lets the operation at this place among those that wait reach the image.
+    /// Applies the waiting operation at this index to the image.
     pub fn apply(&mut self, place: usize, outcome: Outcome, random: &mut Random) {
         let submitted = |(_, pending): &(usize, &Pending)| pending.is_submitted;
         let Some((at, _)) = self.pending.iter().enumerate().filter(submitted).nth(place) else { return };
@@ -320,7 +321,7 @@ impl Storage {
         self.change(sector, stamp, operation);
     }
 
-    /// What had been reported when the flush came is durable now; the rest may be.
+    /// What had been reported when the flush arrived is durable now. Later writes may be.
     fn flush(&mut self, pushed: u64, random: &mut Random) {
         let was_reported = |change: &Change| {
             let reported = self.reported[change.operation as usize];
@@ -335,7 +336,7 @@ impl Storage {
         }
     }
 
-    /// Tells the keeper of an operation that has been applied.
+    /// Reports an applied operation to the keeper.
     pub fn report(&mut self, place: usize) {
         if place >= self.applied.len() {
             return;
@@ -349,8 +350,8 @@ impl Storage {
         }
     }
 
-    /// The keeper is dead. Each operation in flight reaches the image, or a part of it does, or nothing. All of them have ended
-    /// when the next keeper starts, so that its flushes cover them.
+    /// The keeper has died. Each operation in flight is applied completely, partly or not at all. All of them have
+    /// ended when the next keeper starts, so its flushes cover them.
     pub fn abandon(&mut self, random: &mut Random) {
         for pending in std::mem::take(&mut self.pending) {
             let sectors = pending.submission.bytes / SECTOR;
@@ -368,14 +369,14 @@ impl Storage {
         (self.bell, self.pool, self.fuse) = (None, None, None);
     }
 
-    /// Power is cut, and with it the keeper is gone. Of the changes that no flush has made durable any subset survives, drawn
-    /// block by block or sector by sector. What the disk holds then is durable.
+    /// The power is cut, which also kills the keeper. Any subset of the changes that no flush has made durable
+    /// survives, drawn block by block or sector by sector. What the disk holds afterwards is durable.
     pub fn lose_power(&mut self, random: &mut Random) {
         self.abandon(random);
         let on_disk = self.file.metadata().unwrap().len() / SECTOR;
         let unit = random.pick(&[1, SECTORS_A_BLOCK]);
         let is_mixed = random.one_in(2);
-        // Of the changes since the last durable one, the sectors of a unit keep so many eighths.
+        // Number of eighths of a unit's sectors that keep a change made since the last durable one.
         let mut eighths = random.pick(&[0, 8]);
         self.turn += 1;
         for (sector, found) in (0..).zip(&mut self.sectors) {
@@ -452,21 +453,21 @@ impl Engine for SimulatedEngine {
     }
 }
 
-/// What passes to the image, counted against the limits apart from the server: never more than is paid for, and nothing
-/// that is not paid.
+/// Counts the operations on the image against the limits, independently of the server: nothing unpaid may pass, and no
+/// more than was paid for.
 pub struct Meter {
     limits: Limits,
     clock: Clock,
     start: Instant,
     bytes_paid_ns: u64,
     operations_paid_ns: u64,
-    /// What is on its way may be all that a stop waits for: then it passes on credit.
+    /// A stop may wait for operations in flight: then they pass on credit.
     pub is_stopping: bool,
-    /// The most that one stop can wait for.
+    /// Most operations that one stop can wait for.
     pub credit: (u64, u64),
 }
 
-/// What an idle disk may have saved up.
+/// Most that an idle disk may have saved up.
 const SAVED_NS: u64 = 10_000_000;
 
 impl Meter {
@@ -475,13 +476,13 @@ impl Meter {
         Self { limits, clock, start, bytes_paid_ns: 0, operations_paid_ns: 0, is_stopping: false, credit }
     }
 
-    /// A keeper that starts owes nothing.
+    /// A keeper starts without debt.
     pub fn restart(&mut self) {
         (self.bytes_paid_ns, self.operations_paid_ns, self.is_stopping) = (0, 0, false);
     }
 
     fn passes(&mut self, submission: &Submission) -> Result<(), String> {
-        // At least so many bytes of an operation were asked for: reads are widened to whole blocks.
+        // Lower limit: reads are widened to whole blocks.
         let bytes = match submission.operation {
             Operation::Flush => return Ok(()),
             Operation::Read(_) => submission.bytes.saturating_sub(2 * (BLOCK - SECTOR)).max(SECTOR),

@@ -1,4 +1,4 @@
-//! World: a keeper, its disk, a guest and its QEMU, and everything that happens to them, in the order that a seed says.
+//! World: a keeper, its disk, a guest and its QEMU, and everything that happens to them in the order of a seed.
 
 mod checks;
 mod keeper;
@@ -32,16 +32,16 @@ pub const DISK: DiskId = DiskId(3);
 const BLOCKS_MIN: u64 = 8;
 const BLOCKS_MAX: u64 = 72;
 
-/// What follows when all queues are stopped.
+/// What happens when all queues are stopped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Then {
     Restart,
-    /// The guest's driver starts anew.
+    /// The guest's driver starts again.
     Reset,
     Hop,
 }
 
-/// In host memory.
+/// Files in host memory.
 fn new_folder() -> tempfile::TempDir {
     tempfile::tempdir_in("/dev/shm").unwrap()
 }
@@ -62,35 +62,35 @@ pub struct World {
     guest: Option<Guest>,
     qemu: Qemu,
     successor: Option<Qemu>,
-    /// It has handed its guest over, and is still connected.
+    /// The old QEMU, which has handed over its guest and is still connected.
     leaving: Option<Qemu>,
     then: Option<Then>,
-    /// The guest has switched its write cache off.
+    /// Whether the guest has switched its write cache off.
     is_through: bool,
-    /// The same, as the keeper noted it when the guest came to the QEMU that it has.
+    /// The same, as the keeper noted it when the guest's current QEMU got it.
     noted_through: bool,
-    /// QEMU has sent what it must not. Its answers prove nothing.
+    /// QEMU has sent an invalid message. Its answers prove nothing.
     is_hostile: bool,
-    /// The last message of a QEMU that has died since.
+    /// Last message of a QEMU that has since died.
     last_message_was_stop: bool,
     /// The image is being copied.
     is_saving: bool,
-    /// Guest memory that the keeper copies, and its log of what the disk writes there.
+    /// Copy of guest memory by the keeper, with its log of the disk's writes.
     saved: Option<(MemoryCopy, Arc<WriteLog>)>,
-    /// Guest memory that QEMU copies.
+    /// Copy of guest memory by QEMU.
     migrated: Option<MemoryCopy>,
-    /// When the fuse has burnt down, the host loses its power, and not just its keeper.
+    /// When the countdown ends, the host loses its power, not only its keeper.
     fuse_cuts_power: bool,
     /// There is no space for writes.
     is_full: bool,
-    /// QEMU has stopped queues: what waits for space then gets its error.
+    /// QEMU has stopped queues: requests that wait for space then get an error.
     was_stopped: bool,
     /// Nothing fails any more.
     is_ending: bool,
     next_id: Id,
     next_stamp: Stamp,
     pub counts: Counts,
-    /// Of everything that was seen, for comparing two runs.
+    /// Hash of everything that was observed, to compare two runs.
     pub trace: u64,
     verbose: bool,
 }
@@ -158,7 +158,7 @@ impl World {
         world
     }
 
-    /// Takes this many steps, and then lets everything come to its end.
+    /// Takes this many steps, and then brings everything to its end.
     pub fn run(&mut self, steps: u32) -> Result<(), String> {
         for step in 0..steps {
             self.step();
@@ -189,7 +189,7 @@ impl World {
         self.trace = (self.trace ^ what).wrapping_mul(0x100_0000_01b3).rotate_left(17);
     }
 
-    /// One thing happens.
+    /// Lets one event happen.
     fn step(&mut self) {
         let all: u64 = self.settings.weights.iter().sum();
         let mut left = self.random.below(all);
@@ -204,11 +204,11 @@ impl World {
         self.go_on();
     }
 
-    /// What keeper and QEMU do by themselves, sooner or later.
+    /// What keeper and QEMU do by themselves sooner or later.
     fn go_on(&mut self) {
         self.begin_migration();
         if self.keeper.is_none() {
-            // A copy dies with its keeper, and with it the image's lock.
+            // A copy ends with its keeper, and the image's lock with it.
             if !self.is_saving && self.random.one_in(8) {
                 self.open_keeper();
             }
@@ -239,7 +239,7 @@ impl World {
         self.clock.advance(time);
     }
 
-    /// What happens now and then.
+    /// Rare events.
     fn trouble(&mut self) {
         match self.random.below(6) {
             0 => lock(&self.storage).refusals = 1,

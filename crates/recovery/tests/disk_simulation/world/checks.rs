@@ -1,4 +1,5 @@
-//! Checks: memory against the disk, and the end of a run, at which every request is answered and the whole disk is read.
+//! Checks: memory compared with the disk; and the end of a run, when every request is answered and the whole disk is
+//! read.
 
 use std::sync::{Arc, Mutex};
 
@@ -13,7 +14,7 @@ use crate::storage::{SECTORS_A_BLOCK, lock};
 const ROUNDS_TO_REST: u32 = 20_000;
 
 impl World {
-    /// Everything that is held in memory is what the disk holds.
+    /// Everything held in memory equals the disk.
     pub(super) fn check_memory(&mut self) {
         let storage = lock(&self.storage);
         let mut wrong = Vec::new();
@@ -37,7 +38,7 @@ impl World {
         wrong.into_iter().for_each(|what| self.fault(what));
     }
 
-    /// What the ember would serve is what the disk holds.
+    /// What the ember would serve equals the disk.
     pub(super) fn check_ember(&mut self) {
         for block in 0..BLOCKS_MAX {
             let expected = lock(&self.storage).block(block);
@@ -49,7 +50,7 @@ impl World {
         }
     }
 
-    /// Lets everything come to its end: nothing fails any more, and nobody is killed.
+    /// Brings everything to its end: nothing fails any more, and nobody is killed.
     pub(super) fn come_to_rest(&mut self) -> Result<(), String> {
         lock(&self.storage).fuse = None;
         self.is_ending = true;
@@ -83,7 +84,7 @@ impl World {
         served && !talks && self.successor.is_none() && lock(&self.storage).is_idle()
     }
 
-    /// Reads the disk from its beginning to its end, through the guest.
+    /// Reads the whole disk through the guest.
     pub(super) fn read_all(&mut self) -> Result<(), String> {
         let all = self.model.sectors();
         for start in (0..all).step_by((BLOCKS_A_REQUEST * SECTORS_A_BLOCK) as usize) {

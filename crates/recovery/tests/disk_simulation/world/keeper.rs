@@ -1,4 +1,4 @@
-//! Keeper: the process that serves the disk, from its start to its death, and what it does beside serving.
+//! Keeper: the process that serves the disk, from its start to its death, and its other work.
 
 use std::fs::File;
 use std::os::fd::{AsFd, AsRawFd};
@@ -34,7 +34,7 @@ pub(super) struct Keeper {
 }
 
 impl Keeper {
-    /// The guest has switched its write cache off, as far as the disk's server knows.
+    /// Whether the guest has switched its write cache off, as far as the disk's server knows.
     pub(super) fn is_write_through(&self) -> bool {
         self.handle.counters().write_through
     }
@@ -72,7 +72,7 @@ impl World {
         let tracking = self.tracking();
         let (worker, handle) = Worker::open(options, backing, tracking, self.clock.clone()).unwrap();
         self.keeper = Some(Keeper { worker, handle, at_once: false, alarm: None });
-        // A late write may have made the file longer than the operator did.
+        // A late write may have made the file longer than the operator's size.
         self.adopt_length(bytes / SECTOR);
     }
 
@@ -80,19 +80,19 @@ impl World {
         self.folder.path().join("disk.sock")
     }
 
-    /// The guest lives: what the files hold of its memory is good.
+    /// The guest lives, so the files about its memory are valid.
     pub(super) fn take_over(&mut self) {
         let numbers = self.warm.ember.incarnations();
         self.dead.lock().unwrap().clear();
         self.incarnation = Some(Incarnation::open(self.folder.path(), self.number).unwrap());
-        // The old keeper's mappings go first, as those of a dead process do.
+        // Drop the old keeper's mappings first: those of a dead process are gone.
         self.warm = open_warm(self.folder.path(), &self.settings, &self.tagger);
         for number in numbers {
             self.bank(Incarnation::open(self.folder.path(), number).unwrap());
         }
     }
 
-    /// Nobody guarded the image.
+    /// Nobody has guarded the image.
     pub(super) fn start_cold(&mut self) {
         for number in self.warm.ember.incarnations().into_iter().chain([self.number]) {
             discard_files(self.folder.path(), number);
@@ -111,7 +111,7 @@ impl World {
         self.forget_dropped();
     }
 
-    /// Nobody keeps a ledger current that the ember has dropped.
+    /// Forgets incarnations that the ember has dropped: nobody keeps their ledgers current.
     pub(super) fn forget_dropped(&mut self) {
         let kept = self.warm.ember.incarnations();
         self.dead.lock().unwrap().retain(|dead| kept.contains(&dead.number));
@@ -128,9 +128,9 @@ impl World {
         Some(Tracking { warm: Some(memory), ..tracking })
     }
 
-    /// The keeper's loop goes on, if anything wakes it.
+    /// Runs the keeper's loop once, if anything wakes it.
     pub(super) fn turn(&mut self) {
-        // How fast another thread closes descriptors must not matter.
+        // The speed of the thread that closes descriptors must not matter.
         while background_close::is_backed_up() {
             std::thread::yield_now();
         }
@@ -177,7 +177,7 @@ impl World {
         }
     }
 
-    /// The host loses its power: keeper, QEMU and guest are gone, and everything that was in memory.
+    /// The host loses its power: keeper, QEMU and guest are gone, with everything in memory.
     pub(super) fn cut_power(&mut self) {
         log!(self, "power is cut");
         self.counts.power_cuts += 1;
@@ -213,7 +213,7 @@ impl World {
             self.qemu = old;
             self.migrated = None;
         }
-        // Its processors go on: the hop has failed, or is over.
+        // The guest's processors continue: the hop has failed or is over.
         if self.then.take() == Some(Then::Reset) {
             self.reset_driver();
         }
@@ -249,7 +249,7 @@ impl World {
         }
     }
 
-    /// What the keeper does about an ember beside the disks.
+    /// The keeper maintains the ember: settle, assay, trim or sweep.
     pub(super) fn tend(&mut self) {
         let ember = &self.warm.ember;
         match self.random.below(4) {

@@ -10,7 +10,7 @@ use crate::qemu::{self, Message, Qemu, Received};
 use crate::storage::lock;
 
 impl World {
-    /// The next guest, if nothing of the last one moves any more.
+    /// Starts the next guest, if nothing of the last one is left in flight.
     pub(super) fn boot(&mut self) {
         let Some(keeper) = &self.keeper else { return };
         if !keeper.worker.is_drained() {
@@ -37,7 +37,7 @@ impl World {
         self.connect();
     }
 
-    /// What a drain waits for goes on.
+    /// Lets everything continue that a drain waits for.
     pub(super) fn settle_one(&mut self) {
         self.apply();
         self.report();
@@ -50,7 +50,7 @@ impl World {
             return self.fault("a living keeper does not listen".into());
         }
         self.start();
-        // It may be handed over before it has started, too.
+        // The guest may be handed over before it has started, too.
         if self.settings.weights[HOP] > 0 && self.random.one_in(4) {
             self.begin_hop();
         }
@@ -110,7 +110,7 @@ impl World {
 
     pub(super) fn send_messages(&mut self) {
         let Some(guest) = &self.guest else { return };
-        // The server mostly finds several at a time.
+        // The server mostly finds several messages at a time.
         for _ in 0..=self.random.below(6) {
             let Some(message) = self.qemu.send_next(guest) else { break };
             log!(self, "sends {message:?}");
@@ -171,7 +171,7 @@ impl World {
                 self.qemu.bases = std::mem::take(&mut old.bases);
                 self.leaving = Some(old);
                 self.start();
-                // The successor has nothing of the old one's yet.
+                // The successor has nothing of the old QEMU yet.
                 if self.random.one_in(6) {
                     self.kill();
                 }
@@ -191,7 +191,7 @@ impl World {
 
     pub(super) fn begin_hop(&mut self) {
         let Some(keeper) = &mut self.keeper else { return };
-        // Also one that is still starting its queues.
+        // This includes a QEMU that is still starting its queues.
         let is_ready = self.guest.is_some() && self.qemu.is_connected() && self.qemu.is_started;
         if !is_ready || self.successor.is_some() || self.leaving.is_some() || self.is_hostile {
             return;
@@ -203,7 +203,7 @@ impl World {
         self.successor = Some(successor);
     }
 
-    /// The guest dies, and its QEMU.
+    /// The guest and its QEMU die.
     pub(super) fn crash(&mut self) {
         if self.guest.is_none() {
             return;
@@ -224,7 +224,7 @@ impl World {
         (self.then, self.is_hostile) = (None, false);
     }
 
-    /// A QEMU that its guest has taken over.
+    /// A QEMU that its guest controls sends invalid messages.
     pub(super) fn send_odd_messages(&mut self) {
         if !self.settings.hostile || self.guest.is_none() || !self.qemu.is_connected() || self.successor.is_some() {
             return;

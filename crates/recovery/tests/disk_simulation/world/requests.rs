@@ -1,4 +1,4 @@
-//! Requests: what the guest asks of its disk, what the image does about it, and what the guest is answered.
+//! Requests: those of the guest, the image's operations for them, and the answers.
 
 use std::ops::Range;
 
@@ -10,7 +10,7 @@ use crate::storage::{Outcome, SECTOR, SECTORS_A_BLOCK, lock};
 
 impl World {
     pub(super) fn submit(&mut self) {
-        // Its processors stand still during a hop.
+        // The guest's processors are paused during a hop.
         if self.then == Some(Then::Hop) {
             return;
         }
@@ -56,7 +56,7 @@ impl World {
         true
     }
 
-    /// Whole blocks for the most part, some of them more often than others.
+    /// Mostly whole blocks, some of them more often than others.
     pub(super) fn sectors(&mut self) -> Range<u64> {
         let all = self.model.sectors();
         let blocks = all / SECTORS_A_BLOCK;
@@ -101,7 +101,7 @@ impl World {
         }
     }
 
-    /// The guest looks at its rings.
+    /// The guest reads its rings.
     pub(super) fn look(&mut self) {
         let before = self.counts.answers;
         for queue in 0..QUEUES {

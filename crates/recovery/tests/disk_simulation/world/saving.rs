@@ -1,4 +1,4 @@
-//! Saving: copies of a disk and of guest memory that are made while the guest runs.
+//! Saving: copies of a disk and of guest memory, made while the guest runs.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -19,7 +19,7 @@ fn read(file: &File) -> Vec<u8> {
 }
 
 impl World {
-    /// The image is copied while the guest goes on. The disk that the copy is on may fail.
+    /// Copies the image while the guest runs. The target disk may fail.
     pub(super) fn copy_image(&mut self) {
         let Some(keeper) = self.keeper.as_mut().filter(|_| !self.is_saving) else { return };
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
@@ -55,7 +55,7 @@ impl World {
         }
     }
 
-    /// A save or a migration of guest memory begins, goes on or ends.
+    /// A save or a migration of guest memory begins, continues or ends.
     pub(super) fn copy_memory(&mut self) {
         match self.random.below(4) {
             0 => self.save_memory(),
@@ -64,7 +64,7 @@ impl World {
         }
     }
 
-    /// The keeper copies, with a log of its own.
+    /// The keeper copies, with its own log.
     fn save_memory(&mut self) {
         self.check_copies();
         let (Some(keeper), Some(guest)) = (&mut self.keeper, &self.guest) else { return };
@@ -81,7 +81,7 @@ impl World {
         self.saved = Some((MemoryCopy::begin(&guest.ram), log));
     }
 
-    /// QEMU copies, with the log of vhost-user.
+    /// QEMU copies, with vhost-user's log.
     fn migrate_memory(&mut self) {
         if self.guest.is_none() || !self.qemu.is_silent() {
             return;
@@ -96,7 +96,7 @@ impl World {
         self.counts.migrated_memories += u64::from(self.migrated.take().is_some());
     }
 
-    /// Once its disk has answered that it logs, or if nobody serves the disk, QEMU copies all of memory.
+    /// QEMU copies all memory once its disk has confirmed that it logs, or if nobody serves the disk.
     pub(super) fn begin_migration(&mut self) {
         if self.migrated.is_some() || !self.qemu.is_logging || !self.qemu.is_silent() {
             return;
@@ -115,7 +115,7 @@ impl World {
         saved.into_iter().chain(&mut self.migrated).for_each(|copy| copy.pass(&guest.ram));
     }
 
-    /// All that was written to guest memory is marked in each log.
+    /// Everything written to guest memory is marked in each log.
     pub(super) fn check_copies(&mut self) {
         let Some(guest) = self.guest.as_ref().filter(|_| self.saved.is_some() || self.migrated.is_some()) else {
             return;

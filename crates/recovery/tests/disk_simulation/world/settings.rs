@@ -8,8 +8,8 @@ use super::World;
 use crate::qemu;
 use crate::random::Random;
 
-/// What may happen in a step, how often, and whether a seed may decide that it happens never, or often: a run that is about
-/// few things gets further with them.
+/// Events of a step, with their weights, and whether a seed may disable an event or make it frequent. A run with few
+/// kinds of events gets further with them.
 pub(super) type Action = (u64, bool, fn(&mut World));
 pub(super) const ACTIONS: [Action; 20] = [
     (230, false, World::turn),
@@ -34,7 +34,7 @@ pub(super) const ACTIONS: [Action; 20] = [
     (4, true, World::trouble),
 ];
 
-/// The index of `begin_hop`.
+/// Index of `begin_hop`.
 pub(super) const HOP: usize = 9;
 
 /// What a seed decides before its run begins.
@@ -51,11 +51,11 @@ pub(super) struct Settings {
     pub(super) switches_cache: bool,
     /// One operation in this many fails.
     pub(super) failing: Option<u64>,
-    /// The image's file system is full at times. Not with limits: what is tried again is not paid for again.
+    /// The image's file system is sometimes full. Never together with limits, because a retry does not pay again.
     pub(super) fills: bool,
     /// A process that a dead QEMU left behind writes to its memory.
     pub(super) haunted: bool,
-    /// A QEMU sends what it must not.
+    /// QEMU sends invalid messages.
     pub(super) hostile: bool,
 }
 
@@ -80,7 +80,7 @@ impl Settings {
         Self {
             weights,
             limits,
-            // Limits are counted by operation, so that these must not be cut for want of buffers.
+            // Limits are counted by operation, so operations must not be split because buffers are missing.
             pool_bytes: if is_limited { 1 << 20 } else { random.pick(&[32 << 10, 128 << 10, 1 << 20]) },
             depth: random.pick(&[1, 2, 8, 128]),
             hold_back: random.pick(&[Duration::ZERO, Duration::from_micros(250)]),
