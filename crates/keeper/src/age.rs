@@ -1,11 +1,10 @@
-//! Age: what a QEMU has gathered since its start, what of it speaks for another one, and when the keeper acts on it by
-//! itself.
+//! Age: how a QEMU has changed since its start, the reasons to replace it, and when the keeper replaces it by itself.
 //!
-//! signs (seen by the machine's loop) -> weigh (asks the installed QEMU, so not in the loop) -> `hearth age`
-//! signs + `[rejuvenate]` + the time -> due -> a rejuvenation as if it had been asked for
+//! signs (read by the machine's loop) -> weigh (runs the installed QEMU, so not in the loop) -> `hearth age`
+//! signs + `[rejuvenate]` + the time -> due -> a rejuvenation, as on request
 //!
-//! At most one attempt in each window, whether it succeeds or not: a QEMU that cannot be replaced today is tried again
-//! tomorrow, and one that grows at once again is not replaced all night long.
+//! The keeper makes at most one attempt in each window, whether it succeeds or not. A QEMU that cannot be replaced
+//! today is tried again tomorrow, and one that soon grows again is not replaced all night.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -15,20 +14,20 @@ use hearth_qemu::Binary;
 
 use crate::config::{DailyWindow, RejuvenateConfig};
 
-/// The window of a policy that names none.
+/// The window of a policy that does not name one.
 const WINDOW: Duration = Duration::from_secs(3600);
-/// Growth that is worth a word where no policy sets a limit.
+/// Growth that is reported where no policy sets a limit.
 const OWN_BYTES_REMARKABLE: u64 = 256 << 20;
-/// A hop adds none, and QEMU may have 1024 on most systems.
+/// Growth that is reported where no policy sets a limit. A hop adds none, and most systems allow QEMU 1024.
 const DESCRIPTORS_REMARKABLE: u64 = 128;
 const MINUTES_PER_DAY: u32 = 24 * 60;
 
-/// What can be seen of a QEMU's age.
+/// What the keeper can see of a QEMU's age.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Signs {
     pub machine: String,
     pub qemu: QemuAge,
-    /// The QEMU that a rejuvenation would start; none: the first one on PATH.
+    /// The QEMU that a rejuvenation would start. None: the first one on PATH.
     pub program: Option<PathBuf>,
     pub hindrance: Option<String>,
     pub policy: Option<RejuvenateConfig>,
@@ -47,7 +46,7 @@ impl Signs {
     }
 }
 
-/// What speaks for a rejuvenation, in words.
+/// Reasons to rejuvenate, one sentence each.
 fn reasons(qemu: &QemuAge, policy: Option<&RejuvenateConfig>) -> Vec<String> {
     let mut reasons: Vec<String> = overdue(qemu, policy).into_iter().collect();
     match &qemu.installed_version {
@@ -70,7 +69,7 @@ fn reasons(qemu: &QemuAge, policy: Option<&RejuvenateConfig>) -> Vec<String> {
     reasons
 }
 
-/// Which limit of the policy is passed.
+/// The limit of the policy that is exceeded, in words.
 pub fn overdue(qemu: &QemuAge, policy: Option<&RejuvenateConfig>) -> Option<String> {
     let policy = policy?;
     if let Some(every_s) = policy.every_s.filter(|&every_s| qemu.uptime_s >= every_s as f64) {
@@ -83,7 +82,7 @@ pub fn overdue(qemu: &QemuAge, policy: Option<&RejuvenateConfig>) -> Option<Stri
     })
 }
 
-/// Whether now is a time for it. `since_attempt`: none if there was none.
+/// Whether the keeper may make an attempt now. `since_attempt`: time since the last one, if any.
 pub fn is_open(window: Option<DailyWindow>, minute_of_day: u32, since_attempt: Option<Duration>) -> bool {
     let Some(window) = window else { return since_attempt.is_none_or(|since| since >= WINDOW) };
     let minutes = |from: u32, to: u32| (to + MINUTES_PER_DAY - from) % MINUTES_PER_DAY;
@@ -95,7 +94,7 @@ pub fn is_open(window: Option<DailyWindow>, minute_of_day: u32, since_attempt: O
     since_attempt.is_none_or(|since| since > Duration::from_secs(u64::from(since_began + 1) * 60))
 }
 
-/// By the host's local time, as `date` tells it.
+/// Minutes since midnight, in the host's local time.
 pub fn minute_of_day() -> u32 {
     // SAFETY: `time` takes a null pointer; `localtime_r` writes into the `tm` it is given and nowhere else, and a zeroed
     // one is valid.

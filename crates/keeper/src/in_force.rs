@@ -1,8 +1,8 @@
-//! Which configuration counts: that of a living or parked guest, together with the file of today.
+//! The configuration that counts: a living or parked guest's own, merged with the current file.
 //!
-//! The guest's own is in the journal, or in the note of a parked guest, from the moment its QEMU was started. Its next QEMUs
-//! (hops, a resume) are started with it, and saves and dumps describe it. When the guest has ended the next one gets what
-//! the file said at the keeper's start.
+//! The guest's own configuration is in the journal, or in a parked guest's note, from the start of its QEMU on. Its
+//! later QEMUs (hops, a resume) are started with it, and saves and dumps describe it. When the guest has ended, the
+//! next one gets the configuration that the file had at the keeper's start.
 
 use std::fs;
 use std::path::PathBuf;
@@ -16,7 +16,7 @@ use crate::parked_guest::{find_parked, journal, runtime_folders};
 use crate::problem::Problem;
 use crate::runtime_root::RuntimeRoot;
 
-/// The configuration of the machine that this file describes, as it is right now. The error lists what this program does not
+/// The current configuration of the machine that this file describes. The error lists what this program does not
 /// understand of a guest's own configuration.
 pub fn in_force(mut today: Configured, root: &RuntimeRoot) -> Result<InForce, Vec<Problem>> {
     let started_with = living_guest(&today, root).or_else(|| parked_guest(&today, root));
@@ -31,7 +31,7 @@ pub fn in_force(mut today: Configured, root: &RuntimeRoot) -> Result<InForce, Ve
     }
 }
 
-/// The type that a machine without a guest had last.
+/// Machine type of the last guest of a machine without a guest.
 pub fn kept_machine_type(config: &Config, root: &RuntimeRoot) -> Option<String> {
     journal(config, root)?.machine_type
 }
@@ -42,7 +42,7 @@ fn living_guest(today: &Configured, root: &RuntimeRoot) -> Option<String> {
     Some(journal.started_with.clone().unwrap_or_else(|| of_earlier_keeper(today, folder, &journal)))
 }
 
-/// An earlier keeper noted little: the file of today, but for that.
+/// For a guest of an earlier keeper, which noted little: the current file, except for what was noted.
 fn of_earlier_keeper(today: &Configured, runtime_folder: PathBuf, journal: &Journal) -> String {
     let mut then = today.clone();
     let ram = fs::metadata(ram_path(&today.config.memory_folder, journal.incarnation));
@@ -57,7 +57,7 @@ fn of_earlier_keeper(today: &Configured, runtime_folder: PathBuf, journal: &Jour
 
 fn parked_guest(today: &Configured, root: &RuntimeRoot) -> Option<String> {
     let (_, parked) = find_parked(&today.config, root)?;
-    // An earlier keeper noted nothing: the file of today.
+    // An earlier keeper noted nothing: use the current file.
     Some(parked.started_with.unwrap_or_else(|| today.for_journal()))
 }
 
@@ -65,7 +65,7 @@ fn parked_guest(today: &Configured, root: &RuntimeRoot) -> Option<String> {
 mod tests {
     use super::*;
 
-    /// What a machine without a line for it is started with, above a journal like this.
+    /// The value with which a machine starts if its file has no such key, given this journal.
     fn check(journal: Option<Journal>, typed: &str, expect: Option<&str>) {
         let folder = tempfile::tempdir().unwrap();
         let (root, file) = (RuntimeRoot::new(folder.path()), folder.path().join("web.toml"));

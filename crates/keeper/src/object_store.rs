@@ -1,10 +1,10 @@
-//! Snapshots whose address is one of an object store: with whose credentials, and where on this host what came of them is kept.
+//! Snapshots in object stores: the credentials for a store, and this host's folders for cached and uploaded data.
 //!
 //! ```text
 //! FOLDER/cache               blocks of objects, up to a limit; all machines share it
-//! FOLDER/staging-MACHINE/    a save on its way up; the next one begins with removing what a keeper that died left there
+//! FOLDER/staging-MACHINE/    a save that is being uploaded; the next save first removes what a dead keeper left there
 //! ```
-//! A machine that came out of a store has the disks of its snapshot in a folder of its own, and notes of what is missing of them.
+//! A machine restored from a store has its snapshot's disks in a folder of its own, with notes of the missing blocks.
 
 use std::io;
 use std::os::unix::fs::DirBuilderExt;
@@ -30,7 +30,7 @@ pub fn saved_disks(machine_folder: &Path) -> PathBuf {
     machine_folder.join(SAVED_DISKS)
 }
 
-/// Sends no request yet.
+/// Opens the store of an address. Sends no request yet.
 pub fn store(address: &Path, config: &ObjectStoreConfig) -> Result<Store, StoreError> {
     let address = Address::parse(&address.to_string_lossy())?;
     let settings = match &config.credentials {
@@ -40,7 +40,7 @@ pub fn store(address: &Path, config: &ObjectStoreConfig) -> Result<Store, StoreE
     Store::open(address, &settings)
 }
 
-/// Sends no request yet. All stores of one guest share a scheduler.
+/// Opens the snapshot at an address. Sends no request yet. All stores of one guest share a scheduler.
 pub fn far(address: &Path, config: &ObjectStoreConfig, turns: &Arc<Turns>) -> Result<Far, StoreError> {
     let store = Arc::new(store(address, config)?);
     let cache = Cache::open(&config.folder.join("cache"), config.cache_bytes)?;

@@ -8,7 +8,7 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// The one file beside the machines' folders (see `machine/turn.rs`); no machine may have this name.
+/// The only file beside the machines' folders (see `machine/hop_lock.rs`). No machine may have this name.
 pub const HOPS_LOCK: &str = "hops.lock";
 
 /// Names are looked up in this folder.

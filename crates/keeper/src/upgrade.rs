@@ -1,17 +1,17 @@
-//! Upgrade: the keeper becomes another program, in place: the same process, above the same QEMU.
+//! Upgrade: the keeper switches to another program, in the same process and with the same QEMU running.
 //!
 //! ```text
-//! ask the new program --> its disks hang up --> exec --> the new keeper takes over, as from a dead one
-//!   | it cannot                                  | it cannot be started, or ends before it has the machine
-//!   v                                            v
-//! nothing was touched                          exec of the old program, which takes over and says why
+//! ask the new program --> its disks disconnect --> exec --> the new keeper takes over, as from a dead one
+//!   | it cannot                                     | it cannot be started, or ends before it has the machine
+//!   v                                               v
+//! nothing was changed                               exec of the old program, which takes over and reports why
 //! ```
-//! In place, because whoever started the keeper (systemd, a shell) knows it by its process, and goes on to. What the new
-//! keeper must know of the machine is in the files that any take-over reads; the journal has a version, and a program that does
-//! not know it says so when it is asked. What it must know of the upgrade comes in its environment: the old program, as an
-//! open descriptor, because most upgrades replace the file.
+//! The process stays the same because whoever started the keeper (systemd, a shell) knows it by its process id. The new
+//! keeper learns about the machine from the files that any take-over reads. The journal has a version; a program that
+//! does not know it says so before the upgrade. What the new program must know about the upgrade itself is in its
+//! environment: the old program, as an open descriptor, because most upgrades replace its file.
 //!
-//! A new program that dies after the take-over is an ordinary dead keeper.
+//! If the new program dies after the take-over, that is an ordinary death of a keeper.
 
 use std::ffi::OsString;
 use std::fs::File;
@@ -29,9 +29,9 @@ use serde::{Deserialize, Serialize};
 use crate::config::Config;
 use crate::runtime_root::RuntimeRoot;
 
-/// Holds a `Word`.
+/// Environment variable with a `Word`.
 const VARIABLE: &str = "HEARTH_UPGRADE";
-/// The new program reads two small files, which may take a second on a swapping host.
+/// How long the new program may take to answer. It reads two small files, which may take a second on a swapping host.
 const ANSWER_PATIENCE: Duration = Duration::from_secs(10);
 /// Suffix that Linux adds to the path of a replaced program.
 const REPLACED: &str = " (deleted)";

@@ -17,7 +17,7 @@ use crate::runtime_root::RuntimeRoot;
 const MACHINE: &str = "machine.toml";
 const OTHERS_MAY_WRITE: u32 = 0o002;
 
-/// Whose values count.
+/// Source of values that count.
 pub enum Trust {
     /// The snapshot's.
     Snapshot,

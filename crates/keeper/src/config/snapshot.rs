@@ -1,5 +1,5 @@
-//! The configuration that goes along with a snapshot: it means the same wherever it is read, and a machine of another
-//! name gets the same devices.
+//! The configuration that is stored with a snapshot. It means the same wherever it is read, and gives a machine of
+//! another name the same devices.
 
 use std::path::{Path, PathBuf};
 
@@ -10,7 +10,7 @@ use super::{Boot, Config, ConfigFile, Protocol, quantity};
 use crate::problem::Problem;
 
 impl ConfigFile {
-    /// What was typed; the error lists everything that is wrong with it.
+    /// The configuration that was typed. The error lists everything that is wrong with it.
     pub fn load(path: &Path) -> Result<Self, Vec<Problem>> {
         let unreadable = |error: std::io::Error| {
             vec![Problem::error(path.display().to_string(), error.to_string(), "check that the file still exists")]
@@ -27,7 +27,8 @@ impl ConfigFile {
         toml::to_string(self).expect("what was typed in TOML can be written so")
     }
 
-    /// With absolute paths, and with what would otherwise follow from the machine's name or from the host.
+    /// The configuration with absolute paths, and with the values that otherwise depend on the machine's name or on the
+    /// host.
     pub fn for_snapshot(mut self, config: &Config, accelerator: &str) -> Self {
         let text = |path: &PathBuf| Some(path.display().to_string());
         self.accelerator = Some(accelerator.to_owned());
@@ -43,15 +44,15 @@ impl ConfigFile {
             }
             Boot::Firmware { code, vars } => {
                 boot.firmware_vars = vars.as_ref().and_then(text);
-                // A word that asks for the host's own firmware stays one.
+                // A word instead of a path stands for the restoring host's own firmware, so it stays as typed.
                 if boot.firmware.as_ref().is_some_and(|typed| typed.contains('/')) {
                     boot.firmware = code.as_ref().and_then(text);
                 }
             }
         }
-        // How stores are reached is the host's affair, and a snapshot may go to another.
+        // Access to stores depends on the host, and the snapshot may be restored on another one.
         self.object_store = None;
-        // What is held of the images of one machine is nothing for another.
+        // A boot set is valid only for the images of the machine that saved it.
         if let Some(remount) = &mut self.remount {
             (remount.persist, remount.persist_file) = (None, None);
         }
@@ -70,12 +71,12 @@ impl ConfigFile {
         self
     }
 
-    /// For a machine of this name that was restored with these disks. Folders that only one machine can have become
-    /// neighbours of the old ones.
+    /// The configuration of a machine of this name that was restored with these disks. Folders that two machines cannot
+    /// share are replaced by folders next to the old ones.
     pub fn for_restored(mut self, name: &str, disks: &[PathBuf]) -> Self {
         let neighbour = |folder: Option<String>| Some(Path::new(&folder?).with_file_name(name).display().to_string());
         self.name = Some(name.to_owned());
-        // Keepers that did not write it down always took this one.
+        // Keepers that did not store the machine type always used this one.
         self.machine_type.get_or_insert_with(|| EARLIER_MACHINE_TYPE.to_owned());
         self.memory_folder = neighbour(self.memory_folder);
         self.runtime_folder = neighbour(self.runtime_folder);
@@ -86,25 +87,25 @@ impl ConfigFile {
         self
     }
 
-    /// Of a machine whose snapshot lies in an object store.
+    /// The configuration of a machine whose snapshot is in an object store.
     pub fn with_object_store(mut self, section: Option<ObjectStoreSection>) -> Self {
         self.object_store = section;
         self
     }
 
-    /// How stores are reached is never a snapshot's affair.
+    /// A snapshot never decides the access to stores.
     pub fn without_object_store(self) -> Self {
         self.with_object_store(None)
     }
 
-    /// With this QEMU instead of the saved machine's, if there is one.
+    /// Uses this QEMU instead of the saved machine's, if there is one.
     pub fn with_qemu(mut self, qemu: Option<PathBuf>) -> Self {
         self.qemu = qemu.map(|path| path.display().to_string()).or(self.qemu);
         self
     }
 
-    /// The host port through which these forwards of the first network lead to where `remount.ready.port` leads through the
-    /// present ones.
+    /// The host port that leads to the guest port of `remount.ready.port`, through these forwards of the first network
+    /// instead of the current ones.
     pub fn ready_port_through(&self, forward: &[String]) -> Option<u16> {
         let port = self.remount.as_ref()?.ready.as_ref()?.port?;
         let present = self.nets.first()?.forward.as_ref()?;
@@ -116,8 +117,8 @@ impl ConfigFile {
         tcp(forward).find(|forward| forward.guest_port == guest_port).map(|forward| forward.host_port)
     }
 
-    /// With networks that lead nowhere, and only these forwards of the host into the guest. Nobody asks a clone whether it
-    /// is ready: its forwards are not those that `remount.ready` names.
+    /// Replaces the networks by isolated ones with only these forwards from the host. A clone gets no readiness probe:
+    /// its forwards are not those that `remount.ready` names.
     pub fn isolated(mut self, forward: &[String]) -> Self {
         if let Some(remount) = &mut self.remount {
             remount.ready = None;

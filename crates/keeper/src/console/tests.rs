@@ -129,7 +129,7 @@ fn hub_waits_for_a_late_qemu() {
     check_next(&mut client, "hello");
 }
 
-/// As QEMU says something: to whoever listens, and to its log.
+/// Writes output as QEMU does: to its client, and to its log.
 fn say(qemu: Option<&mut UnixStream>, transcript: &Transcript, words: &str) {
     if let Some(qemu) = qemu {
         qemu.write_all(words.as_bytes()).unwrap();
