@@ -13,7 +13,7 @@ use std::sync::Arc;
 
 use hearth_disk::arrival::Arrivals;
 use hearth_recovery::snapshot::{Far, LocalDisks, Snapshot, SnapshotError};
-use hearth_store::{Address, Cache, Settings, Store, StoreError, Turns};
+use hearth_store::{Address, Cache, Scheduler, Settings, Store, StoreError};
 
 use crate::config::ObjectStoreConfig;
 
@@ -41,24 +41,24 @@ pub fn store(address: &Path, config: &ObjectStoreConfig) -> Result<Store, StoreE
 }
 
 /// Opens the snapshot at an address. Sends no request yet. All stores of one guest share a scheduler.
-pub fn far(address: &Path, config: &ObjectStoreConfig, turns: &Arc<Turns>) -> Result<Far, StoreError> {
+pub fn far(address: &Path, config: &ObjectStoreConfig, scheduler: &Arc<Scheduler>) -> Result<Far, StoreError> {
     let store = Arc::new(store(address, config)?);
     let cache = Cache::open(&config.folder.join("cache"), config.cache_bytes)?;
-    Ok(Far { store, cache, turns: turns.clone(), scratch: config.folder.clone() })
+    Ok(Far { store, cache, scheduler: scheduler.clone(), scratch: config.folder.clone() })
 }
 
 /// Opens a snapshot in a folder or in an object store. For the latter, `disks` is the folder of its disks, if any.
 pub fn open_snapshot(
     path: &Path,
     config: &ObjectStoreConfig,
-    turns: &Arc<Turns>,
+    scheduler: &Arc<Scheduler>,
     disks: Option<(&Path, Arrivals)>,
 ) -> Result<Snapshot, SnapshotError> {
     if !is_address(path) {
         return Snapshot::open(path);
     }
     let disks = disks.map(|(folder, arrivals)| LocalDisks { folder, arrivals });
-    Snapshot::open_far(far(path, config, turns)?, disks.as_ref())
+    Snapshot::open_far(far(path, config, scheduler)?, disks.as_ref())
 }
 
 /// A staging folder for a save. Dropping it removes it with its content.

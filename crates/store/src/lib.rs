@@ -1,11 +1,11 @@
 //! Object stores: remote files, read and written with blocking calls.
 //!
 //! ```text
-//! Store    one prefix of a bucket: metadata, put, upload in parts, conditional replacement, removal
-//! Parts    an upload in parts, each of which can be sent again until the upload is complete
-//! Object   an object that is read by position: blocks of 256 KiB, each fetched once and then read from the cache
-//! Cache    a folder with a size limit, shared by all processes that use it
-//! Turns    the order of requests: those that a guest waits for, and those in the background
+//! Store      one prefix of a bucket: metadata, put, upload in parts, conditional replacement, removal
+//! Parts      an upload in parts, each of which can be sent again until the upload is complete
+//! Object     an object that is read by position: blocks of 256 KiB, each fetched once and then read from the cache
+//! Cache      a folder with a size limit, shared by all processes that use it
+//! Scheduler  the order of requests: those that a guest waits for, and those in the background
 //! ```
 //! The crate `object_store` knows the providers' protocols (`backend`). `ureq` sends its requests (`http`) on threads
 //! of a runtime that stays private. A call to a store that does not answer fails after some seconds, or minutes for an
@@ -20,9 +20,9 @@ mod http;
 mod object;
 mod parts;
 mod replace;
+mod scheduler;
 mod settings;
 mod store;
-mod turns;
 mod upload;
 
 pub use address::{Address, shown};
@@ -31,9 +31,9 @@ pub use http::trusting_the_host;
 pub use object::Object;
 pub use parts::{Parts, part_bytes};
 pub use replace::Replaced;
+pub use scheduler::{Scheduler, Slot, Urgency};
 pub use settings::Settings;
 pub use store::{Meta, Store};
-pub use turns::{Turn, Turns, Urgency};
 pub use upload::UploadError;
 
 /// Errors of object stores; each names the URL or path.

@@ -12,7 +12,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
 use crate::cache::CachedObject;
 use crate::store::{run, runtime};
-use crate::{Cache, Meta, Store, StoreError, Turn, Turns, Urgency};
+use crate::{Cache, Meta, Scheduler, Slot, Store, StoreError, Urgency};
 
 /// Size of a block: the smallest request, and the unit of the cache. A page fault needs 64 KiB; a block takes 2 ms at
 /// 125 MiB/s, and after a round trip a smaller one is no faster.
@@ -32,7 +32,7 @@ pub struct Object {
     /// Blocks that are being fetched.
     under_way: Mutex<HashSet<u64>>,
     landed: Condvar,
-    turns: Arc<Turns>,
+    scheduler: Arc<Scheduler>,
     /// Number of failed requests ahead.
     failures: AtomicU64,
 }
@@ -56,7 +56,7 @@ impl Object {
     pub fn open(
         store: &Arc<Store>,
         cache: &Arc<Cache>,
-        turns: &Arc<Turns>,
+        scheduler: &Arc<Scheduler>,
         name: &str,
     ) -> Result<Option<Arc<Self>>, StoreError> {
         let Some(meta) = store.meta(name)? else { return Ok(None) };
@@ -68,7 +68,7 @@ impl Object {
             cached,
             under_way: Mutex::default(),
             landed: Condvar::new(),
-            turns: turns.clone(),
+            scheduler: scheduler.clone(),
             failures: AtomicU64::new(0),
         })))
     }
@@ -88,12 +88,12 @@ impl Object {
         self.read(into, offset, urgency, None)
     }
 
-    /// Reads as `read_at` does, within a turn that the caller has taken.
-    pub fn read_in_turn(&self, into: &mut [u8], offset: u64, turn: &Turn) -> Result<(), StoreError> {
-        self.read(into, offset, turn.urgency(), Some(turn))
+    /// Reads as `read_at` does, within a slot that the caller has taken.
+    pub fn read_in_slot(&self, into: &mut [u8], offset: u64, slot: &Slot) -> Result<(), StoreError> {
+        self.read(into, offset, slot.urgency(), Some(slot))
     }
 
-    fn read(&self, into: &mut [u8], offset: u64, urgency: Urgency, turn: Option<&Turn>) -> Result<(), StoreError> {
+    fn read(&self, into: &mut [u8], offset: u64, urgency: Urgency, slot: Option<&Slot>) -> Result<(), StoreError> {
         let end = offset.checked_add(into.len() as u64).filter(|&end| end <= self.meta.bytes);
         let Some(end) = end else {
             let why = format!("it ends at {}, before the bytes that are requested", self.meta.bytes);
@@ -108,11 +108,11 @@ impl Object {
                 at += length;
                 continue;
             }
-            if turn.is_none() && taken.is_none() {
-                // A demand takes its turn before it waits, so that no background request begins. Others may find the
+            if slot.is_none() && taken.is_none() {
+                // A demand takes its slot before it waits, so that no background request begins. Others may find the
                 // block fetched meanwhile.
                 if urgency == Urgency::Demand || !self.await_landing(block) {
-                    taken = Some(self.turns.take(urgency));
+                    taken = Some(self.scheduler.take(urgency));
                 }
                 continue;
             }
@@ -142,8 +142,8 @@ impl Object {
             let (object, failures) = (self.clone(), self.failures.load(Relaxed));
             runtime().spawn(async move {
                 // The blocks are not marked as being fetched yet: a read that needs them sooner does not wait for this
-                // turn.
-                let _turn = object.turns.wait(urgency).await;
+                // slot.
+                let _slot = object.scheduler.wait(urgency).await;
                 if object.failures.load(Relaxed) != failures {
                     // A request failed since: this one would take as long to fail, and others would wait behind it.
                     return;

@@ -14,7 +14,7 @@ use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::Duration;
 
 use hearth_store::{
-    Address, Cache, Object, Parts, Settings, Store, StoreError, Turns, UploadError, Urgency, part_bytes,
+    Address, Cache, Object, Parts, Scheduler, Settings, Store, StoreError, UploadError, Urgency, part_bytes,
 };
 use loopback_s3::{BUCKET, S3Server, Wire};
 
@@ -24,7 +24,7 @@ struct Stand {
     server: S3Server,
     folder: tempfile::TempDir,
     store: Arc<Store>,
-    turns: Arc<Turns>,
+    scheduler: Arc<Scheduler>,
 }
 
 impl Stand {
@@ -35,12 +35,12 @@ impl Stand {
         std::fs::write(&file, lines.collect::<String>()).expect("it can be written");
         let settings = Settings::from_file(&file).expect("it was written");
         let store = open(&format!("s3://{BUCKET}/place"), &settings);
-        Self { server, folder, store, turns: Arc::default() }
+        Self { server, folder, store, scheduler: Arc::default() }
     }
 
     fn object(&self, name: &str) -> Arc<Object> {
         let cache = Cache::open(&self.folder.path().join("cache"), 0).expect("a folder");
-        Object::open(&self.store, &cache, &self.turns, name).expect("the store answers").expect("it was sent")
+        Object::open(&self.store, &cache, &self.scheduler, name).expect("the store answers").expect("it was sent")
     }
 
     fn send(&self, name: &str, bytes: &[u8]) -> Result<u64, UploadError> {

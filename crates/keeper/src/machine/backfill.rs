@@ -17,14 +17,14 @@ use std::time::Instant;
 use hearth_api::{ArrivalStatus, EventKind};
 use hearth_disk::arrival::{Arrival, Conduct};
 use hearth_recovery::snapshot::{ArrivingDisk, SnapshotError};
-use hearth_store::Turns;
+use hearth_store::Scheduler;
 
 use super::Context;
 use crate::config::ObjectStoreConfig;
 use crate::event::{BackfillMessage, Event};
 use crate::object_store::{far, saved_disks};
 
-/// Threads for each disk. These are more than may fetch in the background at a time (`hearth_store::Turns`), so that
+/// Threads for each disk. These are more than may fetch in the background at a time (`hearth_store::Scheduler`), so that
 /// some are left for the guest's own reads.
 const THREADS: usize = 4;
 
@@ -33,9 +33,9 @@ const THREADS: usize = 4;
 #[derive(Default)]
 pub struct Backfill {
     disks: Vec<ArrivingOne>,
-    /// Slots for requests to the store, shared with the restore of the guest's memory: what the guest waits for goes
-    /// first.
-    turns: Arc<Turns>,
+    /// Scheduler of requests to the store, shared with the restore of the guest's memory: what the guest waits for
+    /// goes first.
+    scheduler: Arc<Scheduler>,
 }
 
 struct ArrivingOne {
@@ -60,7 +60,7 @@ impl Backfill {
             let Some(name) = name.filter(|name| !name.ends_with(".arrival")) else { continue };
             let failed = |source| SnapshotError::Io { path: path.clone(), what: "read", source };
             let Some(arrival) = Arrival::open(&path).map_err(failed)? else { continue };
-            let far = far(ArrivingDisk::folder_of(&arrival).as_ref(), config, &backfill.turns)?;
+            let far = far(ArrivingDisk::folder_of(&arrival).as_ref(), config, &backfill.scheduler)?;
             let disk = Arc::new(ArrivingDisk::new(Arc::new(arrival), far));
             backfill.disks.push(ArrivingOne { name: name.to_owned(), disk });
         }
@@ -93,9 +93,9 @@ impl Backfill {
         self.disks.iter().for_each(|one| one.disk.arrival.set_conduct(conduct));
     }
 
-    /// Slots for requests to the store, for everything else that is fetched for this guest.
-    pub fn turns(&self) -> &Arc<Turns> {
-        &self.turns
+    /// Scheduler of requests to the store. Everything that is fetched for this guest must use it.
+    pub fn scheduler(&self) -> &Arc<Scheduler> {
+        &self.scheduler
     }
 
     /// Its threads go on until the process ends: a read that waits for a missing block must not fail.

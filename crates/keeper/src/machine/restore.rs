@@ -243,7 +243,7 @@ impl Machine {
         let config = &self.context.config;
         let disks = config.file.parent().map(saved_disks).filter(|folder| folder.exists());
         let disks = disks.as_deref().map(|folder| (folder, self.disks.backfill.images()));
-        let snapshot = open_snapshot(path, &config.object_store, self.disks.backfill.turns(), disks)?;
+        let snapshot = open_snapshot(path, &config.object_store, self.disks.backfill.scheduler(), disks)?;
         match seal.is_none_or(|seal| seal == snapshot.seal()) {
             true => Ok(snapshot),
             false => Err(RestoreFailure::AnotherSnapshot { snapshot: path.to_owned() }),

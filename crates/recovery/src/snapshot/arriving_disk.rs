@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use hearth_disk::arrival::{Arrival, Arrivals, Conduct, Order};
 use hearth_disk::image::{Format, Image, ImageOptions};
-use hearth_store::{Object, Turn, Urgency};
+use hearth_store::{Object, Slot, Urgency};
 
 use super::place::Far;
 use super::{DiskPart, SnapshotError};
@@ -52,12 +52,12 @@ impl ArrivingDisk {
     /// Calls `tell` once for each block that cannot be fetched; of a store that does not answer, for the first one
     /// only. Returns true if nothing is missing any more.
     pub fn bring(&self, tell: impl Fn(String)) -> bool {
-        let turns = &self.far.turns;
+        let scheduler = &self.far.scheduler;
         // Does not wait for a slot: a block that waits for its own would be in flight when somebody wants it.
-        while let Some((order, turn)) = self.arrival.next(|| turns.try_take(Urgency::Disks)) {
-            let turn = turn.unwrap_or_else(|| turns.take(Urgency::Demand));
-            let fetched = self.fetch(order, Some(&turn));
-            drop(turn);
+        while let Some((order, slot)) = self.arrival.next(|| scheduler.try_take(Urgency::Disks)) {
+            let slot = slot.unwrap_or_else(|| scheduler.take(Urgency::Demand));
+            let fetched = self.fetch(order, Some(&slot));
+            drop(slot);
             if let Err(error) = fetched {
                 let why = match std::error::Error::source(&error) {
                     Some(source) => format!("{error}: {source}"),
@@ -108,16 +108,16 @@ impl ArrivingDisk {
         self.arrival.note_landed().map_err(SnapshotError::io(self.arrival.path(), "written"))
     }
 
-    /// Fetches one unit. `turn` is `None` before the guest runs, when everything is fetched without one.
-    fn fetch(&self, order: Order, turn: Option<&Turn>) -> Result<(), SnapshotError> {
-        self.try_fetch(order, turn).inspect_err(|_| *lock(&self.object) = None)
+    /// Fetches one unit. `slot` is `None` before the guest runs, when everything is fetched without one.
+    fn fetch(&self, order: Order, slot: Option<&Slot>) -> Result<(), SnapshotError> {
+        self.try_fetch(order, slot).inspect_err(|_| *lock(&self.object) = None)
     }
 
-    fn try_fetch(&self, order: Order, turn: Option<&Turn>) -> Result<(), SnapshotError> {
+    fn try_fetch(&self, order: Order, slot: Option<&Slot>) -> Result<(), SnapshotError> {
         let (object, place) = (self.object()?, self.arrival.place_of(order.unit).unwrap_or_default());
         let mut bytes = vec![0; (place.end - place.start) as usize];
-        let read = |bytes: &mut [u8]| match turn {
-            Some(turn) => object.read_in_turn(bytes, place.start, turn),
+        let read = |bytes: &mut [u8]| match slot {
+            Some(slot) => object.read_in_slot(bytes, place.start, slot),
             None => object.read_at(bytes, place.start, Urgency::WorkingSet),
         };
         read(&mut bytes)?;
@@ -145,7 +145,7 @@ impl ArrivingDisk {
         if let Some(object) = &*lock(&self.object) {
             return Ok(object.clone());
         }
-        let found = Object::open(&self.far.store, &self.far.cache, &self.far.turns, &self.name)?;
+        let found = Object::open(&self.far.store, &self.far.cache, &self.far.scheduler, &self.name)?;
         let object = found.ok_or_else(|| self.damaged("it is not there"))?;
         let (bytes, expected) = (object.meta().bytes, self.arrival.counts().bytes);
         if bytes != expected {

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::SystemTime;
 
-use hearth_store::{Cache, Object, Store, Turns};
+use hearth_store::{Cache, Object, Scheduler, Store};
 
 use super::manifest::{Modified, disk_file};
 use super::pages::{PageReader, PageSource, PagesExpected};
@@ -20,8 +20,8 @@ pub struct Far {
     pub store: Arc<Store>,
     /// Cache of blocks that were fetched.
     pub cache: Arc<Cache>,
-    /// Slots for everything that is fetched for the same guest.
-    pub turns: Arc<Turns>,
+    /// Scheduler of everything that is fetched for the same guest.
+    pub scheduler: Arc<Scheduler>,
     /// Folder for a file that is being uploaded.
     pub scratch: PathBuf,
 }
@@ -88,7 +88,7 @@ impl Place {
         let source = match self {
             Self::Folder(_) if !path.exists() => return Ok(None),
             Self::Folder(_) => PageSource::open(&path)?,
-            Self::Far(far) => match Object::open(&far.store, &far.cache, &far.turns, name)? {
+            Self::Far(far) => match Object::open(&far.store, &far.cache, &far.scheduler, name)? {
                 Some(object) => PageSource::Object(object),
                 None => return Ok(None),
             },

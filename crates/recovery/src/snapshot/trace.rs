@@ -150,7 +150,7 @@ mod tests {
             Far {
                 store: Arc::new(Store::open(address, &settings).unwrap()),
                 cache,
-                turns: Arc::default(),
+                scheduler: Arc::default(),
                 scratch: folder,
             }
         }

@@ -61,7 +61,7 @@ impl Stand {
         Far {
             store: Arc::new(Store::open(address, &settings).unwrap()),
             cache,
-            turns: Arc::default(),
+            scheduler: Arc::default(),
             scratch: self.folder.path().into(),
         }
     }
@@ -145,7 +145,7 @@ fn readers_wait_until_the_store_is_back() {
 fn read_blocks_come_first_the_rest_when_idle() {
     let stand = Stand::new();
     let arriving = stand.expected();
-    let memory = std::iter::from_fn(|| arriving.far.turns.try_take(Urgency::Memory));
+    let memory = std::iter::from_fn(|| arriving.far.scheduler.try_take(Urgency::Memory));
     let memory: Vec<_> = memory.collect();
     arriving.arrival.set_conduct(Conduct::Wait);
     let before = stand.server.asked().len();

@@ -13,7 +13,7 @@ use rustix::fs::{Advice, fadvise};
 use crate::incarnation::lock;
 use crate::snapshot::SnapshotError;
 
-/// Bytes of an object to read ahead while memory is filled in the background. Its slots (`hearth_store::Turns`) say
+/// Bytes of an object to read ahead while memory is filled in the background. Its slots (`hearth_store::Scheduler`) say
 /// when, and how many at once; one request always waits for its slot.
 const FILL_BYTES: u64 = 4 << 20;
 /// Bytes of an object to read ahead when all of it is read before the guest runs.

@@ -59,7 +59,7 @@ impl Stand {
     fn open(&self) -> Result<Snapshot, SnapshotError> {
         let cache = Cache::open(&self.near.folder().with_file_name("cache"), 0).unwrap();
         Snapshot::open_far(
-            Far { store: self.store.clone(), cache, turns: Arc::default(), scratch: self.near.folder() },
+            Far { store: self.store.clone(), cache, scheduler: Arc::default(), scratch: self.near.folder() },
             None,
         )
     }

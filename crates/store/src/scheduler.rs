@@ -1,4 +1,4 @@
-//! Turns: the order of requests to a store, while a guest waits for some of them and others fetch ahead.
+//! Scheduler: the order of requests to a store, while a guest waits for some of them and others fetch ahead.
 //!
 //! ```text
 //! demand        at once
@@ -10,7 +10,7 @@
 //! tenth of a second after a demand, they run one at a time. On a slow wire, they start further apart and wait longer.
 //!
 //! A request in flight is not cancelled, and all requests share one wire. So while the guest runs, a demand finds at
-//! most two requests of 1 MiB ahead of it. A restore must use one `Turns` for all its requests.
+//! most two requests of 1 MiB ahead of it. A restore must use one `Scheduler` for all of its requests.
 
 use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -67,28 +67,28 @@ struct State {
 
 /// Scheduler of the requests over one wire.
 #[derive(Debug, Default)]
-pub struct Turns {
+pub struct Scheduler {
     state: Mutex<State>,
     changed: Notify,
 }
 
 /// The right to one request, until it is dropped.
 #[derive(Debug)]
-pub struct Turn {
-    turns: Arc<Turns>,
+pub struct Slot {
+    scheduler: Arc<Scheduler>,
     urgency: Urgency,
     began: Instant,
 }
 
-impl Turn {
+impl Slot {
     pub(crate) fn urgency(&self) -> Urgency {
         self.urgency
     }
 }
 
-impl Drop for Turn {
+impl Drop for Slot {
     fn drop(&mut self) {
-        let mut state = self.turns.state();
+        let mut state = self.scheduler.state();
         if self.urgency == Urgency::Demand {
             state.demands -= 1;
             state.demanded = Some(Instant::now());
@@ -97,44 +97,44 @@ impl Drop for Turn {
             state.lasted = self.began.elapsed().min(LASTED_MAX);
         }
         drop(state);
-        self.turns.changed.notify_waiters();
+        self.scheduler.changed.notify_waiters();
     }
 }
 
 /// A place in the queue, until it is dropped.
 struct Ticket<'a> {
-    turns: &'a Arc<Turns>,
+    scheduler: &'a Arc<Scheduler>,
     place: (Urgency, u64),
 }
 
 impl Drop for Ticket<'_> {
     fn drop(&mut self) {
-        self.turns.state().waiting.remove(&self.place);
-        self.turns.changed.notify_waiters();
+        self.scheduler.state().waiting.remove(&self.place);
+        self.scheduler.changed.notify_waiters();
     }
 }
 
-impl Turns {
-    /// Waits for a turn; a demand gets it at once.
-    pub fn take(self: &Arc<Self>, urgency: Urgency) -> Turn {
+impl Scheduler {
+    /// Waits for a slot; a demand gets it at once.
+    pub fn take(self: &Arc<Self>, urgency: Urgency) -> Slot {
         run(self.wait(urgency))
     }
 
-    /// Takes a turn. Returns None if an equally or more urgent request waits or too many are in flight.
-    pub fn try_take(self: &Arc<Self>, urgency: Urgency) -> Option<Turn> {
+    /// Takes a slot. Returns None if an equally or more urgent request waits or too many are in flight.
+    pub fn try_take(self: &Arc<Self>, urgency: Urgency) -> Option<Slot> {
         let mut state = self.state();
         let is_first = state.waiting.first().is_none_or(|first| first.0 > urgency);
-        (is_first && state.begin(urgency)).then(|| self.turn(urgency))
+        (is_first && state.begin(urgency)).then(|| self.slot(urgency))
     }
 
-    /// Waits for a turn.
-    pub(crate) async fn wait(self: &Arc<Self>, urgency: Urgency) -> Turn {
+    /// Waits for a slot.
+    pub(crate) async fn wait(self: &Arc<Self>, urgency: Urgency) -> Slot {
         let ticket = self.ticket(urgency);
         loop {
             let mut changed = std::pin::pin!(self.changed.notified());
             changed.as_mut().enable();
             if self.begin(&ticket) {
-                return self.turn(urgency);
+                return self.slot(urgency);
             }
             // After a change and after the timeout, the loop checks again.
             let _ = tokio::time::timeout(LOOK_AGAIN, changed).await;
@@ -146,7 +146,7 @@ impl Turns {
         state.tickets += 1;
         let place = (urgency, state.tickets);
         state.waiting.insert(place);
-        Ticket { turns: self, place }
+        Ticket { scheduler: self, place }
     }
 
     fn begin(&self, ticket: &Ticket<'_>) -> bool {
@@ -154,8 +154,8 @@ impl Turns {
         state.waiting.first() == Some(&ticket.place) && state.begin(ticket.place.0)
     }
 
-    fn turn(self: &Arc<Self>, urgency: Urgency) -> Turn {
-        Turn { turns: self.clone(), urgency, began: Instant::now() }
+    fn slot(self: &Arc<Self>, urgency: Urgency) -> Slot {
+        Slot { scheduler: self.clone(), urgency, began: Instant::now() }
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -207,68 +207,68 @@ mod tests {
 
     #[test]
     fn demands_never_wait_and_hold_back_others() {
-        let turns: Arc<Turns> = Arc::default();
-        let behind = [(); BEHIND_MAX].map(|()| turns.take(Urgency::Memory));
-        assert!(turns.try_take(Urgency::Memory).is_none() && turns.try_take(Urgency::Disks).is_none());
-        let demands = [(); 20].map(|()| turns.take(Urgency::Demand));
+        let scheduler: Arc<Scheduler> = Arc::default();
+        let behind = [(); BEHIND_MAX].map(|()| scheduler.take(Urgency::Memory));
+        assert!(scheduler.try_take(Urgency::Memory).is_none() && scheduler.try_take(Urgency::Disks).is_none());
+        let demands = [(); 20].map(|()| scheduler.take(Urgency::Demand));
         drop(behind);
-        turns.state().begun = just_now();
-        assert!(turns.try_take(Urgency::WorkingSet).is_none(), "there are demands");
+        scheduler.state().begun = just_now();
+        assert!(scheduler.try_take(Urgency::WorkingSet).is_none(), "there are demands");
         drop(demands);
         // Another demand may follow.
-        turns.state().demanded = just_now();
-        let one = turns.try_take(Urgency::Memory);
-        assert!(one.is_some() && turns.try_take(Urgency::Memory).is_none());
-        turns.state().demanded = None;
-        assert!(turns.try_take(Urgency::Memory).is_some());
+        scheduler.state().demanded = just_now();
+        let one = scheduler.try_take(Urgency::Memory);
+        assert!(one.is_some() && scheduler.try_take(Urgency::Memory).is_none());
+        scheduler.state().demanded = None;
+        assert!(scheduler.try_take(Urgency::Memory).is_some());
     }
 
     #[test]
     fn endless_demands_leave_others_a_share() {
-        let turns: Arc<Turns> = Arc::default();
-        let _demand = turns.take(Urgency::Demand);
+        let scheduler: Arc<Scheduler> = Arc::default();
+        let _demand = scheduler.take(Urgency::Demand);
         for _ in 0..3 {
-            let one = turns.take(Urgency::Disks);
-            turns.state().begun = None;
-            assert!(turns.try_take(Urgency::Disks).is_none(), "one at a time");
+            let one = scheduler.take(Urgency::Disks);
+            scheduler.state().begun = None;
+            assert!(scheduler.try_take(Urgency::Disks).is_none(), "one at a time");
             drop(one);
         }
     }
 
     #[test]
     fn slow_wire_delays_others_after_a_demand() {
-        let turns: Arc<Turns> = Arc::default();
-        drop(turns.take(Urgency::Memory));
-        turns.state().lasted = LASTED_MAX;
-        drop(turns.take(Urgency::Demand));
-        turns.state().demanded = Instant::now().checked_sub(2 * CALM_AFTER);
-        assert!(turns.try_take(Urgency::Memory).is_none(), "it is as long ago as a request on a fast wire takes");
-        turns.state().begun = Instant::now().checked_sub(SHARE * LASTED_MAX + CALM_AFTER);
-        assert!(turns.try_take(Urgency::Memory).is_some(), "the others' share");
-        turns.state().lasted = LASTED_MAX;
-        turns.state().demanded = Instant::now().checked_sub(LASTED_MAX + CALM_AFTER);
-        assert!(turns.try_take(Urgency::Memory).is_some());
+        let scheduler: Arc<Scheduler> = Arc::default();
+        drop(scheduler.take(Urgency::Memory));
+        scheduler.state().lasted = LASTED_MAX;
+        drop(scheduler.take(Urgency::Demand));
+        scheduler.state().demanded = Instant::now().checked_sub(2 * CALM_AFTER);
+        assert!(scheduler.try_take(Urgency::Memory).is_none(), "it is as long ago as a request on a fast wire takes");
+        scheduler.state().begun = Instant::now().checked_sub(SHARE * LASTED_MAX + CALM_AFTER);
+        assert!(scheduler.try_take(Urgency::Memory).is_some(), "the others' share");
+        scheduler.state().lasted = LASTED_MAX;
+        scheduler.state().demanded = Instant::now().checked_sub(LASTED_MAX + CALM_AFTER);
+        assert!(scheduler.try_take(Urgency::Memory).is_some());
     }
 
     #[test]
     fn urgency_decides_first_and_arrival_second() {
-        let turns: Arc<Turns> = Arc::default();
-        turns.state().demanded = just_now();
-        let under_way = turns.take(Urgency::Disks);
+        let scheduler: Arc<Scheduler> = Arc::default();
+        scheduler.state().demanded = just_now();
+        let under_way = scheduler.take(Urgency::Disks);
         let (tell, hear) = mpsc::channel();
         let order = [(3, Urgency::Disks), (1, Urgency::Memory), (2, Urgency::Memory), (0, Urgency::WorkingSet)];
         thread::scope(|scope| {
             for (waiting, (number, urgency)) in order.into_iter().enumerate() {
-                let (tell, turns) = (tell.clone(), &turns);
+                let (tell, scheduler) = (tell.clone(), &scheduler);
                 scope.spawn(move || {
-                    let _turn = turns.take(urgency);
+                    let _slot = scheduler.take(urgency);
                     tell.send(number).unwrap();
                 });
-                while turns.state().waiting.len() <= waiting {
+                while scheduler.state().waiting.len() <= waiting {
                     thread::yield_now();
                 }
             }
-            assert!(turns.try_take(Urgency::Disks).is_none(), "others came before");
+            assert!(scheduler.try_take(Urgency::Disks).is_none(), "others came before");
             drop(under_way);
             let heard: Vec<i32> = hear.iter().take(order.len()).collect();
             assert_eq!(heard, [0, 1, 2, 3]);
