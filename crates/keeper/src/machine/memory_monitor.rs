@@ -245,7 +245,7 @@ impl<'a> Round<'a> {
         }
         self.review_admission();
         self.warn_if_over(usage);
-        self.tell_of_ember(usage.ember_bytes == 0);
+        self.report_ember(usage.ember_bytes == 0);
         if let Some(settled) = settled {
             (self.tell)(settled);
         } else if usage.ember_bytes > 0 {
@@ -300,7 +300,7 @@ impl<'a> Round<'a> {
         Ok(MemoryMessage::Settled { released_bytes, began, took: began.elapsed() })
     }
 
-    fn tell_of_ember(&mut self, empty: bool) {
+    fn report_ember(&mut self, empty: bool) {
         let due = empty || self.trimmed_told.elapsed() >= TRIMMED_EVERY;
         if self.trimmed_bytes > 0 && due {
             (self.tell)(MemoryMessage::Trimmed { bytes: std::mem::take(&mut self.trimmed_bytes) });

@@ -55,7 +55,7 @@ impl Machine {
             }
             Command::Age => self.age().map(|signs| Answer::Age(Box::new(signs))),
             Command::Save(request) => self.accept("save", |machine| machine.begin_save(request)),
-            Command::CancelSave => self.accept("cancel the save", Self::call_save_off),
+            Command::CancelSave => self.accept("cancel the save", Self::cancel_save_on_request),
             Command::Ready => self.accept("mark the boot as finished", Self::ready_ordered),
             Command::RemountPlan => self
                 .warm_reboot

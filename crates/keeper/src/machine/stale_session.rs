@@ -126,7 +126,7 @@ impl Machine {
             return self.listen(number, attempt + 1);
         }
         if attempt > TRIES * ATTEMPTS_A_TRY {
-            return self.tell_silent(&name, "");
+            return self.report_silent_disk(&name, "");
         }
         if life.generation.qmp.run_state().is_ok_and(|state| state != "running") {
             // QEMU tells the server everything when it continues, whenever that is.
@@ -135,12 +135,12 @@ impl Machine {
         if is_connected && self.disks.greeting_cut_off {
             if let Err(refusal) = self.may_replace_qemu() {
                 if attempt == ATTEMPTS_A_TRY {
-                    self.tell_silent(&name, &format!(" ({refusal})"));
+                    self.report_silent_disk(&name, &format!(" ({refusal})"));
                 }
                 // What prevents the replacement may pass.
                 return self.listen(number, ATTEMPTS_A_TRY + 1);
             }
-            self.replace_silent(&name);
+            self.replace_silent_qemu(&name);
         } else if is_connected {
             tracing::warn!(disk = name, "QEMU does not use its disk: pausing the guest briefly to make it reconnect");
             life.generation.set_deaf();
@@ -155,7 +155,7 @@ impl Machine {
         }
     }
 
-    fn tell_silent(&self, disk: &str, why: &str) {
+    fn report_silent_disk(&self, disk: &str, why: &str) {
         let message = format!(
             "QEMU does not use disk {disk}, so the guest may hang{why}; `hearth reboot {} --force` restarts the guest \
              warm",
@@ -165,7 +165,7 @@ impl Machine {
     }
 
     /// Moves the guest of a QEMU that must not be continued to another QEMU.
-    fn replace_silent(&mut self, disk: &str) {
+    fn replace_silent_qemu(&mut self, disk: &str) {
         tracing::warn!(
             disk,
             "QEMU has not used its disk since a keeper died during its start: moving the guest to another QEMU"

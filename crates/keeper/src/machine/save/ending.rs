@@ -32,7 +32,7 @@ impl Saving {
 }
 
 impl Machine {
-    pub(in crate::machine) fn call_save_off(&mut self) -> Result<(), ApiError> {
+    pub(in crate::machine) fn cancel_save_on_request(&mut self) -> Result<(), ApiError> {
         if self.saves.current.as_ref().is_none_or(Saving::is_called_off) {
             return Err(ApiError::new(ErrorWord::WrongState, "there is no save to cancel"));
         }
@@ -53,9 +53,9 @@ impl Machine {
         saving.then = SaveThen::Continue;
         let (generation, held) = (saving.generation, matches!(saving.held, Held::Since(_)));
         tracing::warn!(why, "a cancelled save waits for its disk to finish writing");
-        self.disks.log_no_writes();
+        self.disks.stop_logging_writes();
         self.translate_as_ever();
-        self.let_guest_go(generation, held);
+        self.continue_guest_of(generation, held);
     }
 
     /// Leaves an unfinished save behind, because the keeper ends.
@@ -71,7 +71,7 @@ impl Machine {
         let Some(saving) = self.saves.current.take() else { return };
         let Saving { folder, then, generation, held, progress, thread, .. } = saving;
         let written = thread.join().map_err(|_| "its thread panicked".to_owned());
-        self.disks.log_no_writes();
+        self.disks.stop_logging_writes();
         self.translate_as_ever();
         let folder = folder.display().to_string();
         let lives = self.is_current(generation);
@@ -100,11 +100,11 @@ impl Machine {
             }
             Err(why) => self.context.record(EventKind::SaveFailed { folder, why }),
         }
-        self.let_guest_go(generation, matches!(held, Held::Since(_)));
+        self.continue_guest_of(generation, matches!(held, Held::Since(_)));
     }
 
     /// Continues the guest of this QEMU, if it still has one.
-    fn let_guest_go(&mut self, generation: u32, held: bool) {
+    fn continue_guest_of(&mut self, generation: u32, held: bool) {
         if !self.is_current(generation) {
             return;
         }

@@ -160,7 +160,7 @@ impl Disks {
     pub(super) fn log_disks(&self, life: &Life) -> Result<Arc<WriteLog>, ServerError> {
         let ram = &life.incarnation.ram;
         let log = Arc::new(WriteLog::new(ram.identity(), ram.pages()));
-        self.log_disk_writes(Some(&log)).inspect_err(|_| self.log_no_writes())?;
+        self.log_disk_writes(Some(&log)).inspect_err(|_| self.stop_logging_writes())?;
         Ok(log)
     }
 
@@ -169,7 +169,7 @@ impl Disks {
         let watch =
             |userfault| Writers::watch(userfault, &life.incarnation.ram, log).map_err(|error| crate::chain(&error));
         let watched = life.generation.userfault().map_err(str::to_owned).and_then(watch);
-        watched.inspect_err(|_| self.log_no_writes())
+        watched.inspect_err(|_| self.stop_logging_writes())
     }
 
     pub(super) fn begin_scan(&self, life: &Life, plan: ScanRequest, log: Arc<WriteLog>) -> Result<Sight, ApiError> {
@@ -178,7 +178,7 @@ impl Disks {
         let begun = life.generation.userfault().map_err(str::to_owned).and_then(begin);
         let plan = ScanPlan { period: Duration::from_millis(plan.period_ms), rounds: plan.rounds };
         begun.map(|scan| Sight::Uses(scan, plan)).map_err(|why| {
-            self.log_no_writes();
+            self.stop_logging_writes();
             let hint = "save without --scan; `hearth rehearse` can record a working set later";
             ApiError::new(ErrorWord::WrongState, format!("cannot scan which pages the guest uses: {why}")).hint(hint)
         })
@@ -196,7 +196,7 @@ impl Disks {
     }
 
     /// Stops logging the disks' writes. A server that cannot be told continues to log, which does no harm.
-    pub(super) fn log_no_writes(&self) {
+    pub(super) fn stop_logging_writes(&self) {
         if let Err(error) = self.log_disk_writes(None) {
             tracing::warn!(error = crate::chain(&error), "cannot stop logging the disks' writes");
         }
@@ -253,7 +253,7 @@ impl Machine {
         };
         let thread = std::thread::Builder::new().name(format!("save-{}", self.context.config.name)).spawn(work);
         let thread = thread.map_err(|error| {
-            self.disks.log_no_writes();
+            self.disks.stop_logging_writes();
             ApiError::new(ErrorWord::Failed, format!("cannot start the save thread: {error}"))
         })?;
         let (number, then, held) = (self.saves.begun, request.then, Held::NotYet);
@@ -294,9 +294,9 @@ impl Machine {
             SaveMessage::Frozen(event) => self.frozen(event),
             SaveMessage::Settled => self.hold_for_save(),
             SaveMessage::Taken => {
-                self.disks.log_no_writes();
+                self.disks.stop_logging_writes();
                 if self.saves.current.as_ref().is_some_and(|saving| saving.then == SaveThen::Continue) {
-                    self.go_on_from_save();
+                    self.continue_after_save();
                 }
             }
         }
@@ -339,7 +339,7 @@ impl Machine {
     }
 
     /// Whether the save can go on. If not, it is cancelled.
-    fn may_go_on_saving(&mut self) -> bool {
+    fn save_can_continue(&mut self) -> bool {
         let Some(saving) = &self.saves.current else { return false };
         let may = self.state.is_undisturbed() && self.is_current(saving.generation);
         if !may {
