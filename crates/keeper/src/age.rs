@@ -155,7 +155,7 @@ mod tests {
     }
 
     #[test]
-    fn a_policy_without_a_limit_that_is_passed_is_not_due() {
+    fn policy_without_exceeded_limit_is_not_due() {
         let policy = RejuvenateConfig { every_s: Some(61), rss_growth_mib: Some(11), window: None };
         assert_eq!(overdue(&young(), Some(&policy)), None);
         let older = QemuAge { uptime_s: 61.0, ..young() };
