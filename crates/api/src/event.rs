@@ -32,8 +32,8 @@ fn known_or_not<'de, D: Deserializer<'de>>(deserializer: D) -> Result<EventKind,
 /// All kinds of events; `kind` names the kind.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(tag = "kind", rename_all = "snake_case")]
+#[allow(missing_docs, reason = "the kinds are described; their fields are named by word and unit")]
 pub enum EventKind {
-    #[allow(missing_docs, reason = "the kinds are described; their fields are named by word and unit")]
     /// A keeper started.
     Started { pid: u32, version: String },
     /// A new keeper took over the machine's running QEMU.

@@ -79,7 +79,7 @@ pub struct RemountDisk {
     pub disk: String,
     /// Blocks of this disk that the last boot read.
     pub blocks: u64,
-    /// Blocks of these that memory holds.
+    /// Blocks that the last boot read and memory holds.
     pub held_blocks: u64,
     /// Blocks served from the boot set.
     pub hits: u64,
@@ -113,7 +113,7 @@ pub struct RemountVolume {
     pub bytes: u64,
     /// Blocks that the last boot read here.
     pub blocks: u64,
-    /// Blocks of these that memory holds.
+    /// Blocks that the last boot read and memory holds.
     pub held_blocks: u64,
     /// Blocks served from the boot set or the ember.
     pub hits: u64,

@@ -335,8 +335,8 @@ pub struct QemuStatus {
 pub enum UserfaultStatus {
     /// Both the keeper and QEMU hold it.
     HandedOver,
-    #[allow(missing_docs, reason = "the variant says what `why` explains")]
     /// QEMU gave none; the machine runs without it.
+    #[allow(missing_docs, reason = "the variant says what `why` explains")]
     Absent { why: String },
 }
 
@@ -473,11 +473,11 @@ pub struct EmberStatus {
     pub mode: EmberMode,
     /// Pages that held a disk block when the last incarnation ended, plus those left of earlier ones.
     pub pages_kept: u64,
-    /// Size of these pages.
+    /// Size of the kept pages.
     pub kept_bytes: u64,
     /// Pages moved to the current incarnation.
     pub pages_served: u64,
-    /// Size of these pages.
+    /// Size of the served pages.
     pub served_bytes: u64,
     /// Reads served from a part of a page, which stays.
     pub pages_served_in_part: u64,
@@ -485,7 +485,7 @@ pub struct EmberStatus {
     pub refused: Refused,
     /// Pages that can still be used.
     pub pages_remaining: u64,
-    /// Size of these pages.
+    /// Size of the pages that can still be used.
     pub remaining_bytes: u64,
 }
 
@@ -537,7 +537,7 @@ pub struct Recovery {
     pub phases: Vec<PhaseTime>,
     /// Disk blocks in memory when the previous incarnation ended.
     pub pages_kept: u64,
-    /// Size of these blocks.
+    /// Size of the kept blocks.
     pub kept_bytes: u64,
     /// Memory released to the host because it was not usable.
     pub released_bytes: u64,

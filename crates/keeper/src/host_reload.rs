@@ -31,28 +31,36 @@ pub enum RecordError {
 /// The record of a host reload.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Record {
+    /// Version of the format.
     pub version: u32,
-    /// RFC 3339.
+    /// When the machines were prepared (RFC 3339).
     pub prepared_at: String,
     /// Boot id of the kernel before the reload.
     pub boot_id: String,
+    /// Folder in which the machines are found by name.
     pub runtime_root: PathBuf,
     /// The fleet lock, held until all machines run again.
     pub fleet: Option<FleetLock>,
+    /// The prepared machines.
     pub machines: Vec<MachineNote>,
 }
 
 /// A prepared machine.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MachineNote {
+    /// Name of the machine.
     pub name: String,
     /// Its configuration file.
     pub file: PathBuf,
+    /// Folder in which its guest may be parked.
     pub memory_folder: PathBuf,
     /// The systemd unit of its keeper.
     pub unit: Option<String>,
+    /// What has become of it.
     pub outcome: Outcome,
+    /// Why it does not run, or could not be parked or resumed.
     pub why: Option<String>,
+    /// How long its guest was paused.
     pub stood_ms: Option<u64>,
 }
 
@@ -168,6 +176,7 @@ impl Record {
         replace_file(path, Lasting::PowerCut, |file| file.write_all(&text))
     }
 
+    /// The machine of this name, if it was prepared.
     pub fn machine(&mut self, name: &str) -> Option<&mut MachineNote> {
         self.machines.iter_mut().find(|machine| machine.name == name)
     }

@@ -58,8 +58,9 @@ enum Order {
 
 /// Address of a QEMU's serial console.
 pub struct Place {
+    /// The socket of the console.
     pub qemu: Endpoint,
-    /// None: output from before the connection is lost.
+    /// QEMU's copy of the output. None: output from before the connection is lost.
     pub transcript: Option<Arc<Transcript>>,
 }
 

@@ -45,9 +45,9 @@ pub enum Wire {
     /// Conditional requests are answered with 501, as by a store without support for them.
     Unconditional,
     /// Answers to the completion of an upload in parts are lost.
-    #[allow(missing_docs, reason = "the variants describe their fields")]
     LosesCompletions,
     /// All connections share this rate in each direction, and each request is delayed by `request`.
+    #[allow(missing_docs, reason = "described above")]
     Line { bytes_per_s: u64, request: Duration },
 }
 
