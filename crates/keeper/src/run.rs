@@ -199,7 +199,7 @@ fn find_qemu(
 ) -> Result<(Option<Binary>, AcceleratorChoice), RunError> {
     let find = || {
         let binary = found.map_or_else(|| Binary::find(config.qemu.as_deref()), Ok)?;
-        let (wanted, cpu_model) = (config.accelerator.into(), config.cpu_model.as_deref());
+        let (wanted, cpu_model) = (config.accelerator, config.cpu_model.as_deref());
         let accelerator = accelerator::choose_once(&binary, wanted, cpu_model, &folders.runtime)?;
         Ok((Some(binary), accelerator))
     };

@@ -35,7 +35,7 @@ pub fn hardware(config: &Config, binary: &Binary, problems: &mut Vec<Problem>) -
         problems.push(Problem::warning("machine_type", message, hint));
     }
     // Another check reports why KVM does not work.
-    let chosen = accelerator::choose(binary, config.accelerator.into(), config.cpu_model.as_deref());
+    let chosen = accelerator::choose(binary, config.accelerator, config.cpu_model.as_deref());
     let Ok(chosen) = chosen else { return Ok(()) };
     let cpu_model = config.cpu_model.as_deref();
     let hardware = Hardware { machine_type, cpu_model, accelerator: chosen.accelerator, cpus: config.cpus };
