@@ -74,6 +74,7 @@ pub struct RemountPlan {
 
 /// The plan for one disk. Hits and misses count the last boot; `later` counts what followed.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[allow(missing_docs, reason = "`written_blocks` counts as in the plan of all disks")]
 pub struct RemountDisk {
     /// Name of the disk.
     pub disk: String,
@@ -93,6 +94,7 @@ pub struct RemountDisk {
     pub late_blocks: u64,
     #[serde(default)]
     pub written_blocks: u64,
+    /// Reads since the machine was ready.
     pub later: RemountLater,
 }
 

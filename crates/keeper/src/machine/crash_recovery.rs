@@ -236,7 +236,7 @@ impl Machine {
         self.crash_recovery.dumps.over();
         CrashRecovery::forget_dump(&mut self.context, incarnation);
         // While a guest is paused for a dump there is no other dump.
-        self.continue_after_dump();
+        self.let_go_from_dump();
         self.crash_recovery.start_next_dump(&self.context);
         if self.crash_recovery.dumps.is_busy() { Ok(()) } else { self.happens(Input::DumpsOver) }
     }

@@ -257,7 +257,7 @@ impl Machine {
         if request.pause && runs {
             let file =
                 request.file.get_or_insert_with(|| shelf(&self.context.config).name(number, SystemTime::now())).clone();
-            self.pause_for_dump(file)?;
+            self.hold_for_dump(file)?;
         }
         let life = self.must_live("dump")?;
         let registers = life.generation.qmp.registers(HARVEST_PATIENCE).map_err(|error| crate::chain(&error));
@@ -319,10 +319,10 @@ impl Machine {
 
     /// Ends the dump for which the guest is paused, because the guest is needed for something else. Does nothing if
     /// there is none.
-    pub(super) fn end_dump_of_paused_guest(&mut self, why: &str) {
+    pub(super) fn end_held_dump(&mut self, why: &str) {
         if self.is_paused_for_dump() {
             self.crash_recovery.end_living_dump(&self.context, why);
-            self.continue_after_dump();
+            self.let_go_from_dump();
         }
     }
 

@@ -10,7 +10,7 @@ use hearth_disk::block::{BLOCK_BYTES, DiskId};
 use hearth_disk::ledger::Ledger;
 use hearth_disk::tag::Tag;
 use hearth_disk::warm::{AfterServing, Answered, WarmSource};
-use hearth_recovery::boot_set::WarmSources;
+use hearth_recovery::fast_remount::WarmSources;
 
 use crate::storage::{BLOCK, Shared, burn};
 

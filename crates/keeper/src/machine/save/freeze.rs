@@ -73,7 +73,7 @@ impl Machine {
     /// Notes in the journal that the file systems may be frozen: from here on they must be thawed, even if this keeper
     /// dies.
     pub(super) fn note_freezing(&mut self) {
-        if !self.save_can_continue() {
+        if !self.may_go_on_saving() {
             return;
         }
         self.saves.note_frozen(&mut self.context);

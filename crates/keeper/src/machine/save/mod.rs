@@ -296,7 +296,7 @@ impl Machine {
             SaveMessage::Taken => {
                 self.disks.stop_logging_writes();
                 if self.saves.current.as_ref().is_some_and(|saving| saving.then == SaveThen::Continue) {
-                    self.continue_after_save();
+                    self.go_on_from_save();
                 }
             }
         }
@@ -339,7 +339,7 @@ impl Machine {
     }
 
     /// Whether the save can go on. If not, it is cancelled.
-    fn save_can_continue(&mut self) -> bool {
+    fn may_go_on_saving(&mut self) -> bool {
         let Some(saving) = &self.saves.current else { return false };
         let may = self.state.is_undisturbed() && self.is_current(saving.generation);
         if !may {
