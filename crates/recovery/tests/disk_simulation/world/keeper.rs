@@ -15,7 +15,6 @@ use hearth_disk::tag::Tagger;
 use hearth_disk::warm::WarmSource;
 use hearth_recovery::ember::Ember;
 use hearth_recovery::fast_remount::WarmSources;
-use hearth_recovery::fast_remount::WarmSources;
 use hearth_recovery::incarnation::{Incarnation, discard_files};
 use hearth_recovery::warm_reboot;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
