@@ -1,13 +1,14 @@
 //! A QEMU that its guest controls, on QMP: valid and invalid messages in any order, silence, floods. It may end itself.
 //! Its keeper must answer, or end with a reason, and must not grow; another machine must notice nothing.
 
+use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
 use hearth_vmtest::{Random, patience};
 use serde_json::json;
 
-use crate::machine::{Bed, Keeper, NAMES, wait};
+use crate::machine::{Bed, Keeper, NAMES, kill, wait};
 
 const SEEDS: u64 = 24;
 /// Growth of a keeper's memory beyond that of a keeper with an honest QEMU.
@@ -17,6 +18,10 @@ const THREADS_MAX: u64 = 40;
 const ANSWERS_WITHIN: Duration = Duration::from_secs(60);
 /// How soon another machine's keeper must answer.
 const NEIGHBOUR_ANSWERS_WITHIN: Duration = Duration::from_secs(10);
+
+/// Names of descriptors in /proc.
+const USERFAULTFD: &str = "anon_inode:[userfaultfd]";
+const EVENTFD: &str = "anon_inode:[eventfd]";
 
 /// Kinds of descriptors that the stand-in can send.
 const KINDS: [&str; 5] = ["sockets", "folders", "pipe", "counter", "lingering"];
@@ -140,6 +145,60 @@ fn play(bed: &Bed, seed: u64) -> Result<(), String> {
     }
     let left = bed.left_behind();
     if left.is_empty() { Ok(()) } else { Err(format!("left behind: {left:?}")) }
+}
+
+/// A keeper's open descriptors by kind, without those of guests' memory and of the gate before it, and the number of its threads.
+fn held(bed: &Bed, keeper: &Keeper<'_>) -> (BTreeMap<String, usize>, u64) {
+    let mut kinds = BTreeMap::new();
+    let entries = std::fs::read_dir(format!("/proc/{}/fd", keeper.pid())).into_iter().flatten().flatten();
+    let files = entries.filter_map(|entry| std::fs::read_link(entry.path()).ok());
+    // How much of the dead guest's memory is kept depends on how far its dump got.
+    for file in files.filter(|file| !file.starts_with(bed.memory_of(NAMES[0]))) {
+        let name = file.file_name().unwrap_or(file.as_os_str()).to_string_lossy();
+        *kinds.entry(name.replace(char::is_numeric, "")).or_default() += 1;
+    }
+    // Only a guest that starts while memory is short has a gate, which holds one descriptor of each of these kinds until its QEMU
+    // ends. Whether memory is short depends on the dump, too.
+    if kinds.get(USERFAULTFD) == Some(&2) {
+        [USERFAULTFD, EVENTFD].into_iter().for_each(|kind| *kinds.get_mut(kind).expect("a gate has both") -= 1);
+    }
+    (kinds, figure(keeper.pid(), "Threads"))
+}
+
+/// Starts a machine, ends its QEMU in the given way, and waits until the next guest runs.
+fn outlive<'a>(bed: &'a Bed, end: impl FnOnce(&Keeper<'_>, u32)) -> Keeper<'a> {
+    let mut keeper = bed.keeper(NAMES[0], &["run", "machine.toml"]);
+    let before = keeper.settled(Duration::ZERO).expect("it settles").expect("it starts");
+    end(&keeper, before["qemu"]["pid"].as_u64().expect("it has a QEMU") as u32);
+    let is_replaced = || {
+        let status = keeper.settled(Duration::ZERO).expect("it settles").expect("the keeper lives");
+        status["state"] == "running" && status["qemu"]["pid"] != before["qemu"]["pid"]
+    };
+    assert!(wait(ANSWERS_WITHIN, is_replaced), "{}", bed.log());
+    keeper
+}
+
+/// QEMU is ended, and its keeper is left with as many descriptors and threads as after a kill.
+#[test]
+fn descriptors_from_qemu_are_closed_and_block_nobody() {
+    let killed_bed = Bed::make();
+    let killed = outlive(&killed_bed, |_, qemu| kill(qemu));
+    for kind in KINDS {
+        let bed = Bed::make();
+        let mut keeper = outlive(&bed, |keeper, _| {
+            let mut orders = std::iter::once(format!("hand {kind}"));
+            bed.hand.order(Some(Box::new(move |_| orders.next().unwrap_or_else(|| "go".to_owned()))));
+            // The request fails, because its QEMU ends.
+            let _ = keeper.api().ask("POST", "/v1/dump", "{}");
+        });
+        let both = || [held(&bed, &keeper), held(&killed_bed, &killed)];
+        let is_as_after_a_kill = wait(patience(1), || both()[0] == both()[1]);
+        assert!(is_as_after_a_kill, "{kind}: with descriptors, and after a kill: {:#?}", both());
+        let events = std::fs::read_to_string(bed.runtime_of(NAMES[0]).join("events.jsonl")).expect("there are events");
+        assert!(events.contains("its QMP sent file descriptors"), "{kind}: {events}");
+        keeper.api().ask("POST", "/v1/stop", r#"{"force": true}"#);
+        assert!(wait(ANSWERS_WITHIN, || keeper.ended().is_some()), "{kind}: it does not stop");
+    }
 }
 
 #[test]
