@@ -118,7 +118,7 @@ fn an_image_is_frozen_between_requests_and_the_guest_writes_on() {
     assert_eq!(guest.run(0, WRITE, 1 << 20, DATA, 8192).status, 0);
     let before = place.disk_bytes(0, 4 << 20);
     let target = tempfile::tempfile().unwrap();
-    let frozen = server.freeze(target.try_clone().unwrap()).unwrap();
+    let frozen = server.observer().freeze(target.try_clone().unwrap()).unwrap();
     guest.write_ram(DATA, &[2; 8192]);
     for offset in [1 << 20, 3 << 20, (4 << 20) - 8192] {
         assert_eq!(guest.run(0, WRITE, offset, DATA, 8192).status, 0);

@@ -119,3 +119,38 @@ fn guest_that_crashes_during_a_park_recovers() {
     assert_eq!(post(&keeper, "/v1/stop", r#"{"force": true}"#).0, 200);
     must_end(&bed, &mut keeper);
 }
+
+#[test]
+fn keeper_answers_at_each_step_of_a_save_and_a_paused_dump() {
+    let bed = Bed::make();
+    let folder = |number: usize| format!(r#"{{"folder": {:?}}}"#, bed.path(&format!("save-{number}")));
+    let save = ("/v1/save", &folder as &dyn Fn(usize) -> String);
+    let dump = ("/v1/dump", &(|_| r#"{"pause": true}"#.to_owned()) as &dyn Fn(usize) -> String);
+    for (path, body) in [save, dump] {
+        let mut keeper = running(&bed);
+        bed.hand.arm(None);
+        assert_eq!(post(&keeper, path, &body(0)).0, 200);
+        keeper.settled(Duration::from_millis(50)).expect("it comes to rest").expect("it goes on");
+        let steps = bed.hand.heard().len();
+        assert!(steps >= 3, "{path}: {:?}", bed.hand.heard());
+        for step in 1..=steps {
+            bed.hand.arm(Some(step));
+            let (api, body) = (keeper.api(), body(step));
+            // A dump is answered when it begins.
+            let asker = std::thread::spawn(move || api.ask("POST", path, &body));
+            assert!(wait(patience(1), || bed.hand.held().is_some()), "{path}: no step {step}");
+            let stall_ms = status(&keeper)["keeper"]["loop_stall_ms_max"].as_f64();
+            assert!(
+                stall_ms.is_some_and(|stall_ms| stall_ms < AT_ONCE.as_secs_f64() * 1e3),
+                "step {step}: {stall_ms:?}"
+            );
+            assert_eq!(post(&keeper, "/v1/stop", r#"{"force": true}"#).0, 200, "{path}, step {step}");
+            must_end(&bed, &mut keeper);
+            bed.hand.release("go");
+            assert!(asker.join().is_ok());
+            keeper = running(&bed);
+        }
+        assert_eq!(post(&keeper, "/v1/stop", r#"{"force": true}"#).0, 200);
+        must_end(&bed, &mut keeper);
+    }
+}

@@ -239,7 +239,7 @@ pub struct DiskServer {
     counters: Arc<Counters>,
     pressure: Pressure,
     commands: Sender<Command>,
-    wake: OwnedFd,
+    wake: Arc<OwnedFd>,
     thread: Option<JoinHandle<()>>,
     death: Arc<Death>,
 }
@@ -250,6 +250,8 @@ pub struct Observer {
     name: String,
     counters: Arc<Counters>,
     committer: Committer,
+    commands: Sender<Command>,
+    wake: Arc<OwnedFd>,
 }
 
 impl Observer {
@@ -266,6 +268,14 @@ impl Observer {
     /// As `DiskServer::commit`.
     pub fn commit(&self) -> io::Result<()> {
         self.committer.commit()
+    }
+
+    /// The image as it is now, on its way into this file, which is new. The guest stands still; it may go on at once.
+    pub fn freeze(&self, target: File) -> Result<Arc<FrozenImage>, ServerError> {
+        let answer = ask(&self.name, &self.commands, &self.wake, |reply| Command::Freeze(target, reply))?;
+        let disk = || self.name.clone();
+        let frozen = wait(&self.name, &answer)?.ok_or_else(|| ServerError::NotIdle { disk: disk() })?;
+        frozen.map_err(|source| ServerError::Freeze { disk: disk(), source })
     }
 }
 
@@ -302,7 +312,7 @@ impl DiskServer {
             thread.map_err(|source| ServerError::Start { disk: name.clone(), what: "start its thread", source })?;
         let Handle { counters, pressure, commands, wake } =
             start.recv().map_err(|_| ServerError::Gone { disk: name.clone() })??;
-        let thread = Some(thread);
+        let (thread, wake) = (Some(thread), Arc::new(wake));
         Ok(Self { name, description, bytes, committer, socket, counters, pressure, commands, wake, thread, death })
     }
 
@@ -365,17 +375,15 @@ impl DiskServer {
         self.wait(&answer)
     }
 
-    /// The image as it is now, on its way into this file, which is new. The guest stands still; it may go on at once.
-    pub fn freeze(&self, target: File) -> Result<Arc<FrozenImage>, ServerError> {
-        let answer = self.ask(|reply| Command::Freeze(target, reply))?;
-        let disk = || self.name.clone();
-        let frozen = self.wait(&answer)?.ok_or_else(|| ServerError::NotIdle { disk: disk() })?;
-        frozen.map_err(|source| ServerError::Freeze { disk: disk(), source })
-    }
-
     /// The disk for other threads.
     pub fn observer(&self) -> Observer {
-        Observer { name: self.name.clone(), counters: self.counters.clone(), committer: self.committer.clone() }
+        Observer {
+            name: self.name.clone(),
+            counters: self.counters.clone(),
+            committer: self.committer.clone(),
+            commands: self.commands.clone(),
+            wake: self.wake.clone(),
+        }
     }
 
     /// All that was reported to the guest is in the image's file, tables too. The guest may run.
@@ -456,19 +464,11 @@ impl DiskServer {
     }
 
     fn ask<T>(&self, command: impl FnOnce(Sender<T>) -> Command) -> Result<Receiver<T>, ServerError> {
-        let (reply, answer) = mpsc::channel();
-        self.commands.send(command(reply)).map_err(|_| ServerError::Gone { disk: self.name.clone() })?;
-        poller::wake(self.wake.as_fd());
-        Ok(answer)
+        ask(&self.name, &self.commands, &self.wake, command)
     }
 
-    /// What was asked for is done all the same when the thread comes to it, and before anything that is asked for later.
     fn wait<T>(&self, answer: &Receiver<T>) -> Result<T, ServerError> {
-        let disk = || self.name.clone();
-        answer.recv_timeout(COMMAND_PATIENCE).map_err(|error| match error {
-            RecvTimeoutError::Timeout => ServerError::Silent { disk: disk(), waited: COMMAND_PATIENCE },
-            RecvTimeoutError::Disconnected => ServerError::Gone { disk: disk() },
-        })
+        wait(&self.name, answer)
     }
 }
 
@@ -476,6 +476,27 @@ impl Drop for DiskServer {
     fn drop(&mut self) {
         self.end(Command::Stop);
     }
+}
+
+fn ask<T>(
+    disk: &str,
+    commands: &Sender<Command>,
+    wake: &OwnedFd,
+    command: impl FnOnce(Sender<T>) -> Command,
+) -> Result<Receiver<T>, ServerError> {
+    let (reply, answer) = mpsc::channel();
+    commands.send(command(reply)).map_err(|_| ServerError::Gone { disk: disk.to_owned() })?;
+    poller::wake(wake.as_fd());
+    Ok(answer)
+}
+
+/// What was asked for is done all the same when the thread comes to it, and before anything that is asked for later.
+fn wait<T>(disk: &str, answer: &Receiver<T>) -> Result<T, ServerError> {
+    let disk = || disk.to_owned();
+    answer.recv_timeout(COMMAND_PATIENCE).map_err(|error| match error {
+        RecvTimeoutError::Timeout => ServerError::Silent { disk: disk(), waited: COMMAND_PATIENCE },
+        RecvTimeoutError::Disconnected => ServerError::Gone { disk: disk() },
+    })
 }
 
 fn check(options: &DiskOptions) -> Result<(), ServerError> {

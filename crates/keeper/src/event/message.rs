@@ -64,6 +64,10 @@ pub enum SaveMessage {
     Frozen(EventKind),
     /// Little is left to copy: the guest must be paused now.
     Settled,
+    /// QEMU's thread is about to pause it.
+    Stands(Instant),
+    /// QEMU's thread has taken what is of that moment, or has not, for this reason.
+    Held(Result<(), String>),
     /// All of the paused guest is copied: it may go on.
     Taken,
     /// The thread has ended; its result tells how.

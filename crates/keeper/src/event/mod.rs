@@ -5,6 +5,8 @@
 
 mod message;
 
+use std::time::Instant;
+
 use hearth_api::ApiError;
 use hearth_qemu::QmpEvent;
 
@@ -35,6 +37,10 @@ pub enum Event {
     Readiness { incarnation: u32, message: ReadinessMessage },
     /// Message from a disk server.
     Disk { disk: String, notice: hearth_disk::server::Notice },
+    /// QEMU has paused its guest for a dump (`held`), or need not, and given its registers.
+    ReadyToDump { generation: u32, held: Result<(), String>, registers: Result<Vec<u8>, String> },
+    /// A guest that stood still for a save or a dump has gone on. `why`: it has not, for this reason.
+    WentOn { generation: u32, what: &'static str, at: Instant, why: Option<String> },
     /// Message from the save with this number.
     Save { number: u64, message: SaveMessage },
     /// The disks are flushed, or not, for a park or a check whether the guest can be parked, which is answered here.

@@ -127,7 +127,7 @@ impl Machine {
     pub(super) fn dump_crashed(&mut self) {
         // The state must be Paused before the dump starts.
         self.tell_state();
-        if let Err(refusal) = self.dump_living(Request::default()) {
+        if let Err(refusal) = self.dump_living(Request::default(), None) {
             self.context.record(EventKind::DumpSkipped { why: refusal.message });
         }
     }

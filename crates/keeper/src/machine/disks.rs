@@ -9,7 +9,7 @@ use hearth_disk::arrival::Conduct;
 use hearth_disk::gate::Gate;
 use hearth_disk::nvram::Nvram;
 use hearth_disk::nvram::pmem::Pmem;
-use hearth_disk::server::{DiskCounters, DiskServer, Expected, Notice, Observer, Peer, Tell};
+use hearth_disk::server::{DiskServer, Expected, Notice, Observer, Peer, Tell};
 use hearth_recovery::journal::QemuIdentity;
 
 use super::backfill::Backfill;
@@ -62,20 +62,25 @@ impl DiskFlush {
         })
     }
 
-    /// How often QEMU has connected to each disk. None if it is not connected to one of them.
-    pub fn connections(&self) -> Option<Vec<u64>> {
-        connections(self.disks.iter().map(Observer::counters))
-    }
-
-    /// Disks whose write cache the guest has switched off.
-    pub fn write_through(&self) -> Vec<String> {
-        let disks = self.disks.iter().filter(|disk| disk.counters().write_through);
-        disks.map(|disk| disk.name().to_owned()).collect()
+    /// The disks as they are now.
+    pub fn disks(&self) -> &[Observer] {
+        &self.disks
     }
 }
 
-fn connections(disks: impl Iterator<Item = DiskCounters>) -> Option<Vec<u64>> {
-    disks.map(|counters| counters.connected.then_some(counters.connections)).collect()
+/// How often QEMU has connected to each disk. None if it is not connected to one of them.
+pub fn connections(disks: &[Observer]) -> Option<Vec<u64>> {
+    let look = |disk: &Observer| {
+        let counters = disk.counters();
+        counters.connected.then_some(counters.connections)
+    };
+    disks.iter().map(look).collect()
+}
+
+/// Disks whose write cache the guest has switched off.
+pub fn write_through(disks: &[Observer]) -> Vec<String> {
+    let disks = disks.iter().filter(|disk| disk.counters().write_through);
+    disks.map(|disk| disk.name().to_owned()).collect()
 }
 
 impl Disks {
@@ -121,9 +126,9 @@ impl Disks {
         self.servers.iter().for_each(|disk| disk.tell_expected(Expected::these([peer])));
     }
 
-    /// How often QEMU has connected to each disk. None if a disk is not connected.
-    pub fn connections(&self) -> Option<Vec<u64>> {
-        connections(self.servers.iter().map(DiskServer::counters))
+    /// The disks for other threads.
+    pub fn observers(&self) -> Vec<Observer> {
+        self.servers.iter().map(DiskServer::observer).collect()
     }
 
     /// Ends the keeper if this disk's server ends: the next keeper serves the disk again.
@@ -161,10 +166,7 @@ impl Disks {
         let written = context.config.disks.iter().filter(|disk| !disk.read_only);
         let written = written.map(|disk| (disk.name.clone(), disk.path.clone()));
         let vars = firmware_vars(&context.config).map(|vars| ("firmware_vars".to_owned(), vars.clone()));
-        DiskFlush {
-            disks: self.servers.iter().map(DiskServer::observer).collect(),
-            files: written.chain(vars).collect(),
-        }
+        DiskFlush { disks: self.observers(), files: written.chain(vars).collect() }
     }
 
     /// Flushes the disks, which may take as long as their storage does.

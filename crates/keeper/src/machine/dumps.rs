@@ -11,17 +11,16 @@ use hearth_api::{
 };
 use hearth_disk::device::Devices;
 use hearth_memory::{Layout, RamFile};
-use hearth_qemu::QmpError;
 use hearth_recovery::crash_recovery::{Claim, HARVEST_PATIENCE};
 use hearth_recovery::journal::GuestNote;
-use hearth_recovery::rejuvenation;
 use hearth_recovery::vmcore::{Compression, DeadRam, DumpLevel, Format};
 
 use super::Machine;
 use super::dump::{Job, Order, Pace, Progress, Settings, Shelf, Suffers, Task, piece_bytes};
-use super::rejuvenate::PAUSE_PATIENCE;
 use super::state::Input;
 use crate::config::Config;
+use crate::control::{Answer, Reply};
+use crate::event::Event;
 use crate::folders::existing;
 
 /// Number of ended dumps that are still shown.
@@ -36,6 +35,28 @@ pub struct Dumps {
     queue: VecDeque<Queued>,
     job: Option<Job>,
     over: VecDeque<DumpStatus>,
+    /// A dump of a living guest that waits for an answer of its QEMU.
+    asked: Option<Asked>,
+}
+
+/// A dump of a living guest before it begins.
+struct Asked {
+    request: Request,
+    /// Of the QEMU that was asked.
+    generation: u32,
+    /// Whoever ordered it.
+    answer: Option<Reply>,
+}
+
+fn reply(answer: Option<Reply>, result: Result<(), ApiError>) {
+    if let Some(answer) = answer {
+        // The asker may have hung up.
+        let _ = answer.send(result.map(|()| Answer::Accepted));
+    }
+}
+
+fn not_dumped(why: &str) -> ApiError {
+    ApiError::new(ErrorWord::Failed, format!("cannot dump: {why}"))
 }
 
 struct Queued {
@@ -103,7 +124,14 @@ impl Dumps {
     }
 
     pub fn is_busy(&self) -> bool {
-        !self.queue.is_empty()
+        !self.queue.is_empty() || self.asked.is_some()
+    }
+
+    /// A dump that has not begun does not. False if there is none.
+    pub fn forget_asked(&mut self, why: &str) -> bool {
+        let Some(asked) = self.asked.take() else { return false };
+        reply(asked.answer, Err(not_dumped(why)));
+        true
     }
 
     /// Passes an order to the dump that is under way.
@@ -114,7 +142,8 @@ impl Dumps {
     }
 
     /// Ends a dump of a living guest. What it reads after this does not get into its file.
-    pub fn end_living(&self, why: &str) {
+    pub fn end_living(&mut self, why: &str) {
+        self.forget_asked(why);
         let Some(first) = self.queue.front() else { return };
         if first.progress.status().live {
             first.progress.update(|status| status.why = Some(why.to_owned()));
@@ -236,8 +265,12 @@ impl Machine {
         })
     }
 
-    /// Dumps a guest that runs, or is paused.
-    pub(super) fn dump_living(&mut self, mut request: Request) -> Result<(), ApiError> {
+    /// Dumps a guest that runs, or is paused. QEMU's thread asks for what only QEMU can tell; `ready_to_dump` goes on.
+    pub(super) fn dump_living(&mut self, mut request: Request, answer: Option<Reply>) -> Result<(), ApiError> {
+        if self.crash_recovery.dumps.asked.is_some() {
+            let message = "cannot dump: another dump is just beginning";
+            return Err(ApiError::new(ErrorWord::WrongState, message).hint("`hearth status` shows its progress"));
+        }
         if let Some(status) = self.crash_recovery.dumps.current() {
             let message = format!("cannot dump: another dump is {}: {}", status.state.name(), status.file);
             let hint = match status.state {
@@ -252,27 +285,36 @@ impl Machine {
                 .hint("wait until it has ended, or cancel it with `hearth save --cancel`"));
         }
         self.memory.must_be_complete("dump")?;
+        self.must_run("dump")?;
         let runs = self.state.shown() == MachineState::Running;
         let number = self.must_live("dump")?.incarnation.number;
-        if request.pause && runs {
+        let holds = request.pause && runs;
+        if holds {
             let file =
                 request.file.get_or_insert_with(|| shelf(&self.context.config).name(number, SystemTime::now())).clone();
             self.hold_for_dump(file)?;
         }
-        let life = self.must_live("dump")?;
-        let registers = life.generation.qmp.registers(HARVEST_PATIENCE).map_err(|error| crate::chain(&error));
-        let memory = dead_ram(&life.incarnation.ram);
-        let task = self.task(request, number, memory, None, registers);
-        self.crash_recovery.dumps.queue(number, task);
-        self.crash_recovery.start_next_dump(&self.context);
+        let tell = self.context.outside.tell.clone();
+        let Some(life) = self.state.guest_mut() else { return Ok(()) };
+        let generation = life.generation.number;
+        let told = life.generation.tell(move |qmp| {
+            let held = if holds { qmp.pause().map_err(|error| crate::chain(&error)) } else { Ok(()) };
+            let registers = match &held {
+                Ok(()) => qmp.registers(HARVEST_PATIENCE).map_err(|error| crate::chain(&error)),
+                Err(why) => Err(why.clone()),
+            };
+            // Fails only when the loop is gone.
+            let _ = tell.send(Event::ReadyToDump { generation, held, registers });
+        });
+        self.crash_recovery.dumps.asked = Some(Asked { request, generation, answer });
+        if let Err(error) = told {
+            self.ready_to_dump(generation, Err(format!("cannot start a thread: {error}")), Err(String::new()));
+        }
         Ok(())
     }
 
-    /// From now on the guest stands still, until `let_go_from_dump`.
+    /// From now on the guest counts as paused, until `let_go_from_dump`.
     fn hold_for_dump(&mut self, file: PathBuf) -> Result<(), ApiError> {
-        let failed = |error: &dyn std::error::Error| {
-            ApiError::new(ErrorWord::Failed, format!("cannot dump: {}", crate::chain(error)))
-        };
         if self.state.has_order() {
             let message = "cannot pause the guest for a dump: the machine is stopping or rebooting";
             return Err(ApiError::new(ErrorWord::WrongState, message).hint("dump without --pause"));
@@ -281,11 +323,9 @@ impl Machine {
         self.disks.must_be_in_use("dump")?;
         // Save the journal before the pause: a new keeper must know why the guest is paused.
         self.context.journal.guest = GuestNote::PausedForDump { file };
-        let held = self.context.must_save_journal().map_err(|error| failed(&error));
-        let held = held.and_then(|()| self.must_live("dump")?.generation.qmp.pause().map_err(|error| failed(&error)));
-        if held.is_err() {
-            self.let_go_from_dump();
-            return held;
+        if let Err(error) = self.context.must_save_journal() {
+            self.context.journal.guest = GuestNote::Runs;
+            return Err(not_dumped(&crate::chain(&error)));
         }
         let name = &self.context.config.name;
         let why = format!("the guest is being dumped; `hearth dump {name} --discard` ends the dump");
@@ -293,24 +333,38 @@ impl Machine {
         Ok(())
     }
 
+    /// QEMU has paused the guest, if that was wanted, and given its registers; or has not.
+    pub(super) fn ready_to_dump(
+        &mut self,
+        generation: u32,
+        held: Result<(), String>,
+        registers: Result<Vec<u8>, String>,
+    ) {
+        // It may have been ended meanwhile.
+        let Some(asked) = self.crash_recovery.dumps.asked.take_if(|asked| asked.generation == generation) else {
+            return;
+        };
+        if let Err(why) = held {
+            self.let_go_from_dump();
+            if asked.answer.is_none() {
+                self.context.record(EventKind::DumpSkipped { why: why.clone() });
+            }
+            return reply(asked.answer, Err(not_dumped(&why)));
+        }
+        let Some(life) = self.state.guest() else { return };
+        let (number, memory) = (life.incarnation.number, dead_ram(&life.incarnation.ram));
+        let Asked { request, answer, .. } = asked;
+        let task = self.task(request, number, memory, None, registers);
+        self.crash_recovery.dumps.queue(number, task);
+        self.crash_recovery.start_next_dump(&self.context);
+        reply(answer, Ok(()));
+    }
+
     /// The guest goes on, if it stands still for a dump.
     pub(super) fn let_go_from_dump(&mut self) {
-        if !self.is_paused_for_dump() {
-            return;
+        if self.is_paused_for_dump() {
+            self.let_run_on("dump");
         }
-        self.context.journal.guest = GuestNote::Runs;
-        if let Some(life) = self.state.guest() {
-            match rejuvenation::roll_back(&life.generation.qmp, PAUSE_PATIENCE) {
-                Ok(()) if self.state.shown() == MachineState::Paused => self.must_happen(Input::Continued),
-                // One that ended is seen elsewhere.
-                Ok(()) | Err(QmpError::Ended) => {}
-                Err(error) => {
-                    let message = format!("the guest was paused for its dump and cannot continue: {error}");
-                    self.context.record(EventKind::Error { message });
-                }
-            }
-        }
-        self.context.save_journal();
     }
 
     fn is_paused_for_dump(&self) -> bool {
@@ -326,7 +380,7 @@ impl Machine {
         }
     }
 
-    pub(super) fn dump_ordered(&mut self, request: DumpRequest) -> Result<(), ApiError> {
+    pub(super) fn dump_ordered(&mut self, request: DumpRequest, answer: &Reply) -> Result<(), ApiError> {
         let wrong = |message: String| ApiError::new(ErrorWord::BadRequest, message);
         let level = match request.level {
             None => None,
@@ -341,7 +395,7 @@ impl Machine {
         }
         let DumpRequest { pause, format, compression, .. } = request;
         must_compress(format.unwrap_or(self.context.config.crash.format), compression)?;
-        self.dump_living(Request { pause, level, format, compression, file })
+        self.dump_living(Request { pause, level, format, compression, file }, Some(answer.clone()))
     }
 
     pub(super) fn resume_dump(&mut self) -> Result<(), ApiError> {
@@ -361,6 +415,9 @@ impl Machine {
     pub(super) fn discard_dumps(&mut self) -> Result<(), ApiError> {
         if !self.crash_recovery.dumps.is_busy() {
             return Err(ApiError::new(ErrorWord::WrongState, "no dump is running or waiting"));
+        }
+        if self.crash_recovery.dumps.forget_asked("it was discarded") {
+            self.let_go_from_dump();
         }
         self.crash_recovery.dumps.give_up_all();
         // A dump without a thread must end too.

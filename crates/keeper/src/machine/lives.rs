@@ -316,7 +316,7 @@ impl Machine {
         generation.settle();
         self.context.outside.console.attach(generation.console(&self.context.folders));
         self.pin(&generation);
-        Life { incarnation, generation, began: began.unwrap_or_else(Instant::now) }
+        Life { incarnation, generation, began: began.unwrap_or_else(Instant::now), going_on: 0 }
     }
 
     pub(super) fn pin(&self, generation: &Generation) {

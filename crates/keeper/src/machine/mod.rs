@@ -90,6 +90,7 @@ pub mod restore;
 mod save;
 mod space;
 mod stale_session;
+mod standstill;
 mod state;
 mod status;
 mod takeover;
@@ -171,6 +172,8 @@ struct Life {
     incarnation: Incarnation,
     generation: Generation,
     began: Instant,
+    /// How often QEMU was told to let it go on, and has not answered yet.
+    going_on: u32,
 }
 
 impl Machine {
@@ -338,6 +341,15 @@ impl Machine {
                 Ok(())
             }
             Event::Park { generation, message } => self.park_says(generation, message),
+            Event::ReadyToDump { generation, held, registers } => {
+                self.ready_to_dump(generation, held, registers);
+                Ok(())
+            }
+            Event::WentOn { generation, what, at, why } if self.is_current(generation) => {
+                self.went_on(what, at, why);
+                Ok(())
+            }
+            Event::WentOn { .. } => Ok(()),
             Event::Save { number, message } => {
                 self.save_says(number, message);
                 Ok(())

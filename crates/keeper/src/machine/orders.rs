@@ -43,7 +43,9 @@ impl Machine {
             Command::Crash(request) => {
                 return self.accept("crash", |machine| machine.crash(request.method, answer)).err().map(Err);
             }
-            Command::Dump(request) => self.accept("dump", |machine| machine.dump_ordered(request)),
+            Command::Dump(request) => {
+                return self.accept("dump", |machine| machine.dump_ordered(request, answer)).err().map(Err);
+            }
             Command::ResumeDump => self.accept("resume the dump", Self::resume_dump),
             Command::DiscardDump => self.accept("discard the dump", Self::discard_dumps),
             Command::Rejuvenate(_) => self.accept("rejuvenate", |machine| machine.may_rejuvenate()),

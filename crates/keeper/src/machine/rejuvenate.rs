@@ -228,6 +228,7 @@ impl Machine {
     }
 
     fn nothing_must_be_on_its_way(&self, what: &str) -> Result<(), ApiError> {
+        self.must_run(what)?;
         if !self.memory.is_granted() {
             let message =
                 format!("cannot {what}: the guest's memory is still being granted step by step through its QEMU");

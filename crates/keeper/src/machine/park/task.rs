@@ -21,7 +21,7 @@ use hearth_recovery::rejuvenation::parked::{self, ChunkSums, NvramNote, ParkPhas
 use hearth_recovery::snapshot::Part;
 use hearth_recovery::snapshot::state::{self, StateError};
 
-use super::super::disks::{DiskFlush, FlushError};
+use super::super::disks::{DiskFlush, FlushError, connections, write_through};
 use super::STATE_PATIENCE;
 use crate::drill::drill;
 use crate::event::ParkMessage;
@@ -121,7 +121,7 @@ impl Task {
 
     /// The guest stands still afterwards, or may.
     fn note_guest(&self, progress: &mut Progress<'_>) -> Result<u64, Failure> {
-        let connections = self.disks.connections();
+        let connected = connections(self.disks.disks());
         let stopped_at = progress.run(ParkPhase::Hold, || {
             state::prepare(&self.qmp, STATE_PATIENCE)?;
             self.qmp.pause().map_err(Failure::Hold)?;
@@ -130,7 +130,7 @@ impl Task {
         let state = progress.run(ParkPhase::State, || {
             let state = state::take(&self.qmp, STATE_PATIENCE)?;
             // Requests in flight are answered before a guest stands still, unless a connection was lost.
-            if connections.is_none() || connections != self.disks.connections() {
+            if connected.is_none() || connected != connections(self.disks.disks()) {
                 return Err(Failure::Disk);
             }
             Ok(parked::write_state(&self.folder, &state)?)
@@ -142,7 +142,7 @@ impl Task {
             self.disks.flush()?;
             Ok::<_, Failure>(parked::note_images(&self.images)?)
         })?;
-        let (state_bytes, write_through) = (state.bytes, self.disks.write_through());
+        let (state_bytes, write_through) = (state.bytes, write_through(self.disks.disks()));
         let note = (self.note)(Found { stopped_at, state, ram_sum, nvram, write_through, images });
         progress.run(ParkPhase::Note, || {
             if !self.decision.park() {

@@ -6,15 +6,14 @@
 
 use std::time::{Duration, Instant};
 
-use hearth_api::{ApiError, ErrorWord, EventKind, MachineState, SaveThen};
+use hearth_api::{ApiError, ErrorWord, EventKind, SaveThen};
 use hearth_recovery::journal::GuestNote;
-use hearth_recovery::rejuvenation;
 
 use super::super::Machine;
 use super::super::generation::Generation;
 use super::super::state::Input;
 use super::task::Written;
-use super::{Held, STATE_PATIENCE, Saving};
+use super::{Held, Saves, Saving};
 
 /// How long a cancelled save may take to end before the loop goes on without it.
 const CALL_OFF_PATIENCE: Duration = Duration::from_secs(2);
@@ -28,6 +27,17 @@ impl Saving {
             std::thread::sleep(LOOK_EVERY);
         }
         self.thread.is_finished()
+    }
+}
+
+impl Saves {
+    /// The guest runs again, since then.
+    pub(in crate::machine) fn went_on(&mut self, at: Instant) {
+        if let Some(Saving { held, .. }) = &mut self.current
+            && let Held::GoingOn(paused) = held
+        {
+            *held = Held::Was(at.saturating_duration_since(*paused));
+        }
     }
 }
 
@@ -45,7 +55,7 @@ impl Machine {
         let Some(saving) = self.saves.current.as_mut().filter(|saving| !saving.is_called_off()) else { return };
         saving.progress.call_off(why);
         // It may be waiting for one.
-        saving.cues = None;
+        saving.cues.close();
         if saving.ends_within(CALL_OFF_PATIENCE) {
             return self.conclude_save();
         }
@@ -77,7 +87,7 @@ impl Machine {
         let lives = self.is_current(generation);
         let pause = match held {
             Held::NotYet => Duration::ZERO,
-            Held::Since(paused) => paused.elapsed(),
+            Held::Since(paused) | Held::GoingOn(paused) => paused.elapsed(),
             Held::Was(pause) => pause,
         };
         match written.and_then(|written| written.map_err(|error| crate::chain(&error))) {
@@ -110,27 +120,19 @@ impl Machine {
         }
         if held {
             self.go_on_from_save();
+        } else {
+            self.thaw();
         }
-        self.thaw();
     }
 
     /// Continues the guest if it is paused, and thaws its file systems.
     pub(super) fn go_on_from_save(&mut self) {
-        let Some(life) = self.state.guest() else { return };
-        if let Err(error) = rejuvenation::roll_back(&life.generation.qmp, STATE_PATIENCE) {
-            let message = format!("the guest was paused for its save and cannot continue: {error}");
-            self.context.record(EventKind::Error { message });
-        } else if self.state.shown() == MachineState::Paused {
-            if let Some(Saving { held, .. }) = &mut self.saves.current
-                && let Held::Since(paused) = held
-            {
-                *held = Held::Was(paused.elapsed());
-            }
-            self.must_happen(Input::Continued);
+        if let Some(Saving { held, .. }) = &mut self.saves.current
+            && let Held::Since(paused) = held
+        {
+            *held = Held::GoingOn(*paused);
         }
-        self.context.journal.guest = GuestNote::Runs;
-        self.context.save_journal();
-        self.thaw();
+        self.let_run_on("save");
     }
 
     /// Continues a guest that a dead keeper left paused: for a save, which failed with that keeper, or at the end of a

@@ -79,7 +79,7 @@ impl Machine {
         self.saves.note_frozen(&mut self.context);
         self.context.save_journal();
         if let Some(saving) = &self.saves.current {
-            saving.cue(Cue::Noted);
+            saving.cues.give(Cue::Noted);
         }
     }
 

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! thread   (what the guest uses ->) all of memory -> what was written meanwhile -> ... -> little | the last of it ............ | images, manifest
-//! loop                                                            pause -> devices -> images frozen -> go on | stop
+//! QEMU's thread                                                   pause -> devices -> images frozen -> go on | stop
 //! upload   (memory, as it is copied .......................................)          (images, what of memory changed, manifest)
 //! ```
 //! Everything belongs to the same moment. Requests in flight are answered before QEMU reports that its guest is paused.
@@ -15,6 +15,7 @@
 
 mod ending;
 mod freeze;
+mod hold;
 mod progress;
 mod refusals;
 mod task;
@@ -25,9 +26,9 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::mpsc::{self, Sender};
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Duration, Instant};
 
-use hearth_api::{ApiError, ErrorWord, EventKind, SaveRequest, SaveStatus, SaveThen, ScanRequest, rfc3339};
+use hearth_api::{ApiError, ErrorWord, EventKind, SaveRequest, SaveStatus, SaveThen, ScanRequest};
 use hearth_disk::server::{DiskServer, ServerError};
 use hearth_disk::write_log::WriteLog;
 use hearth_memory::PAGE_BYTES;
@@ -36,20 +37,18 @@ use hearth_recovery::journal::GuestNote;
 use hearth_recovery::snapshot::save::{SaveError, Writers, resident_pages};
 use hearth_recovery::snapshot::scan::{AccessScan, ScanPlan};
 use hearth_recovery::snapshot::upload::Expected;
-use hearth_recovery::snapshot::{
-    DiskPart, Draft, Manifest, Part, RamPart, SNAPSHOT_VERSION, SnapshotError, can_share, share_image, state,
-};
+use hearth_recovery::snapshot::{Draft, SnapshotError, can_share};
 
 use super::disks::Disks;
 use super::frozen::Frozen;
-use super::generation::Generation;
 use super::state::Input;
 use super::{Context, Life, Machine};
 use crate::config::{Config, DiskConfig};
 use crate::event::{Event, SaveMessage};
 use crate::object_store::{self, Staging, is_address};
+use hold::{Cues, Hold};
 use progress::Progress;
-use task::{CopyWay, Cue, ImageCopy, Moment, Sight, Task, Written};
+use task::{Sight, Task, Written};
 use upload::Upload;
 
 /// How long to wait for QEMU's state. It takes 20 ms; on a host that swaps it may take a second.
@@ -90,8 +89,7 @@ pub struct Saving {
     targets: Vec<Target>,
     held: Held,
     progress: Arc<Progress>,
-    /// None: it was called off.
-    cues: Option<Sender<Cue>>,
+    cues: Cues,
     thread: JoinHandle<Result<Written, SaveError>>,
 }
 
@@ -99,6 +97,8 @@ pub struct Saving {
 enum Held {
     NotYet,
     Since(Instant),
+    /// QEMU is told to let it go on.
+    GoingOn(Instant),
     Was(Duration),
 }
 
@@ -117,14 +117,7 @@ impl Saving {
     }
 
     fn is_called_off(&self) -> bool {
-        self.cues.is_none()
-    }
-
-    /// A thread that is gone has said why.
-    fn cue(&self, cue: Cue) {
-        if let Some(cues) = &self.cues {
-            let _ = cues.send(cue);
-        }
+        self.cues.are_closed()
     }
 }
 
@@ -266,7 +259,7 @@ impl Machine {
             targets,
             held,
             progress,
-            cues: Some(cues),
+            cues: Cues::new(cues),
             thread,
         });
         self.context.record(EventKind::SaveStarted { folder, held_why });
@@ -293,6 +286,13 @@ impl Machine {
             SaveMessage::Freezing => self.note_freezing(),
             SaveMessage::Frozen(event) => self.frozen(event),
             SaveMessage::Settled => self.hold_for_save(),
+            SaveMessage::Stands(at) => {
+                if let Some(Saving { held: Held::Since(since), .. }) = &mut self.saves.current {
+                    *since = at;
+                }
+            }
+            SaveMessage::Held(Ok(())) => {}
+            SaveMessage::Held(Err(why)) => self.cancel_save(&why),
             SaveMessage::Taken => {
                 self.disks.stop_logging_writes();
                 if self.saves.current.as_ref().is_some_and(|saving| saving.then == SaveThen::Continue) {
@@ -348,88 +348,32 @@ impl Machine {
         may
     }
 
+    /// QEMU's thread holds the guest still, and takes what is to be of that moment.
     fn hold_for_save(&mut self) {
         if !self.may_go_on_saving() {
             return;
         }
+        // A disk may have become full since the save was begun.
+        if let Err(refusal) = self.disks.must_have_space(&self.context, "save") {
+            return self.cancel_save(&refusal.message);
+        }
         self.context.journal.guest = GuestNote::Paused;
         self.context.save_journal();
-        let taken = self.with_guest(|machine, life| machine.take_moment(&life.generation));
-        if self.saves.current.as_ref().is_some_and(|saving| matches!(saving.held, Held::Since(_))) {
-            let why = "the guest is being saved; `hearth save --cancel` cancels the save".to_owned();
-            self.must_happen(Input::Paused { why: Some(why) });
-        }
-        if let Some(Err(why)) = taken {
-            self.cancel_save(&why);
-        }
-    }
-
-    /// The guest stands still afterwards, or may; `go_on_from_save` mends either. The error is for the operator.
-    fn take_moment(&mut self, generation: &Generation) -> Result<(), String> {
-        let failed = |error: &dyn std::error::Error| crate::chain(error);
-        // A disk may have become full since the save was begun.
-        self.disks.must_have_space(&self.context, "save").map_err(|error| error.message)?;
-        let connections = self.disks.connections();
-        state::prepare(&generation.qmp, STATE_PATIENCE).map_err(|error| failed(&error))?;
-        let Some(saving) = &mut self.saves.current else { return Ok(()) };
+        let tell = self.context.outside.tell.clone();
+        let (Some(life), Some(saving)) = (self.state.guest_mut(), &mut self.saves.current) else { return };
         saving.held = Held::Since(Instant::now());
-        generation.qmp.pause().map_err(|error| failed(&error))?;
-        saving.cue(Cue::Held);
-        let state = state::take(&generation.qmp, STATE_PATIENCE).map_err(|error| failed(&error))?;
-        // Requests in flight are answered before a guest stands still, unless a connection was lost.
-        if connections.is_none() || connections != self.disks.connections() {
-            return Err("a disk lost its connection to QEMU meanwhile; try again".to_owned());
-        }
-        let write_through = self.disks.write_through();
-        let Some(saving) = &mut self.saves.current else { return Ok(()) };
-        let targets = std::mem::take(&mut saving.targets);
-        let parts = targets.iter().map(|target| {
-            let (name, format) = (target.disk.clone(), target.format.to_owned());
-            DiskPart { name, format, bytes: 0, modified: None, stored: None }
+        let tell = Tell { tell, number: saving.number };
+        let hold = Hold::begin(&self.context, &self.disks, &life.generation, saving);
+        let told = life.generation.tell(move |qmp| {
+            let held = hold.take_moment(qmp, &tell);
+            tell.say(SaveMessage::Held(held));
         });
-        let parts = parts.collect();
-        let images = targets.into_iter().map(|target| copy_image(target, &self.disks.servers));
-        let images = images.collect::<Result<_, _>>()?;
-        let (config, identity) = (&self.context.config, generation.identity());
-        let nothing = || Part { bytes: 0, blake3: String::new() };
-        let moment = Moment {
-            machine: self.context.file.typed.clone().for_snapshot(config, &identity.accelerator).to_text(),
-            state,
-            manifest: Manifest {
-                version: SNAPSHOT_VERSION,
-                machine: config.name.clone(),
-                saved_at: rfc3339(SystemTime::now()),
-                hearth_version: env!("CARGO_PKG_VERSION").to_owned(),
-                qemu_version: identity.version,
-                accelerator: identity.accelerator,
-                configuration: Some(config.file.clone()),
-                ram_bytes: config.memory_bytes,
-                vmgenid: identity.vmgenid.is_some(),
-                guest_agent: identity.guest_agent,
-                write_through,
-                frozen: self.context.journal.frozen,
-                machine_file: nothing(),
-                state: nothing(),
-                ram: RamPart { bytes: 0, pages: 0, seal: String::new() },
-                disks: parts,
-            },
-            images,
-        };
-        saving.cue(Cue::Moment(Box::new(moment)));
-        Ok(())
+        let why = "the guest is being saved; `hearth save --cancel` cancels the save".to_owned();
+        self.must_happen(Input::Paused { why: Some(why) });
+        if let Err(error) = told {
+            self.cancel_save(&format!("cannot start a thread: {error}"));
+        }
     }
-}
-
-/// At once, or on its way while the guest goes on.
-fn copy_image(target: Target, disks: &[DiskServer]) -> Result<ImageCopy, String> {
-    let Target { disk, image, file, shares, .. } = target;
-    if shares && share_image(&disk, &image, &file).map_err(|error| crate::chain(&error))? {
-        return Ok(ImageCopy { path: image, way: CopyWay::Shared(file) });
-    }
-    let server = disks.iter().find(|server| server.name() == disk);
-    let server = server.ok_or_else(|| format!("disk {disk} has no server"))?;
-    let frozen = server.freeze(file).map_err(|error| crate::chain(&error))?;
-    Ok(ImageCopy { path: image, way: CopyWay::Frozen(frozen) })
 }
 
 /// Bytes that an image occupies on its disk: holes are not copied.
