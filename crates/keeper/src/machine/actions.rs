@@ -1,7 +1,7 @@
 //! Actions: carries out what `state::step` decides.
 //!
-//! A change of the state is told (`StateChanged`) once the actions of its step are carried out; actions that are longer tell it
-//! themselves where the events' order needs it.
+//! A change of the state is recorded (`StateChanged`) after the actions of its step. Long actions record it themselves
+//! where the events' order needs it.
 
 use hearth_api::{ApiError, EventKind};
 
@@ -47,7 +47,7 @@ impl Machine {
         actions
     }
 
-    /// Records that the state has changed, if it has since it was last told.
+    /// Records the state if it has changed since it was last recorded.
     pub(super) fn tell_state(&mut self) {
         let (from, to) = (self.told_state, self.state.shown());
         if from != to {
@@ -91,7 +91,7 @@ impl Machine {
         Ok(())
     }
 
-    /// Lends the guest to work that needs other parts of the machine as well. The state does not change meanwhile.
+    /// Gives the guest to work that also needs other parts of the machine. The state does not change meanwhile.
     pub(super) fn with_guest<T>(&mut self, work: impl FnOnce(&mut Self, &mut Life) -> T) -> Option<T> {
         let mut state = std::mem::take(&mut self.state);
         let result = state.guest_mut().map(|guest| work(self, guest));

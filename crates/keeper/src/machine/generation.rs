@@ -1,4 +1,4 @@
-//! Generation: one QEMU process and the ways in which the keeper holds it.
+//! Generation: one QEMU process, and how the keeper starts it, takes it over and talks to it.
 //!
 //! launch: listen for the userfaultfd -> spawn -> take the userfaultfd -> QMP -> watch -> run
 //! launch as a successor: the same, and it waits for the guest that another QEMU has
@@ -27,41 +27,41 @@ use crate::folders::{Folders, own_user};
 const START_PATIENCE: Duration = Duration::from_secs(60);
 /// A guest that runs can wait for its next QEMU, but its keeper does nothing else meanwhile.
 const SUCCESSOR_PATIENCE: Duration = Duration::from_secs(15);
-/// The hand-over comes before QEMU's `main`.
+/// How long to wait for the userfaultfd. QEMU hands it over before its `main` runs.
 const USERFAULT_PATIENCE: Duration = Duration::from_secs(10);
 
-/// What a QEMU is started for.
+/// Purpose of a QEMU.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Role {
-    /// To boot a guest, which waits for a word.
+    /// Boots a guest, which waits for `run`.
     First,
-    /// To take over from the QEMU beside it, and go on with its guest.
+    /// Takes the guest over from another QEMU.
     Successor,
-    /// To take a guest that was saved, which waits for a word as well.
+    /// Loads a saved guest, which waits for `run`.
     Restored,
 }
 
 /// Devices that a guest has from its boot on, or does without for as long as it lives: whoever takes it has the same.
 #[derive(Clone, Debug, Default)]
 pub struct Devices {
-    /// None: no device that tells its VM generation ID.
+    /// The VM generation ID. None: QEMU has no such device.
     pub vmgenid: Option<String>,
-    /// A channel to its agent.
+    /// Whether there is a channel to a guest agent.
     pub guest_agent: bool,
 }
 
 /// What QEMU is told by a thread of its own.
 type Word = Box<dyn FnOnce(&Qmp) + Send>;
 
-/// A living QEMU. One that this keeper started ends when this is dropped, until `settle`.
+/// A living QEMU. If this keeper started it, dropping this ends QEMU, unless `settle` was called.
 pub struct Generation {
     pub number: u32,
     pub process: Process,
     pub qmp: Arc<Qmp>,
     identity: QemuIdentity,
-    /// Kept open: what is done with page faults needs it.
+    /// Kept open, because page faults are handled through it.
     userfault: Result<Userfault, String>,
-    /// The other ends of its networks; or why a QEMU that takes over could not have them.
+    /// The host's ends of its networks; or why a successor cannot get them.
     wires: Result<Wires, String>,
     /// To the thread that tells it what nobody waits for; none before the first word.
     words: Option<Sender<Word>>,
@@ -189,7 +189,7 @@ impl Generation {
         Process::adopt(id, &folders.qemu_log(identity.generation)).ok()
     }
 
-    /// Goes on with it.
+    /// Takes over a QEMU that another keeper started.
     pub fn adopt(
         context: &Context,
         process: Process,
@@ -212,9 +212,9 @@ impl Generation {
         let number = identity.generation;
         let told = tell.clone();
         let qmp = Qmp::connect(&folders.qmp_socket(number), patience, &process, move |event| {
-            // What the loop has no use for must not fill its queue.
+            // Events that the loop does not need must not fill its queue.
             if event.is_of_the_guest() {
-                // Fails only when the machine's loop is gone.
+                // Fails only when the machine's loop has ended.
                 let _ = told.send(Event::Qmp { generation: number, event });
             }
         });
@@ -222,12 +222,12 @@ impl Generation {
             Ok(qmp) => qmp,
             Err(source) => {
                 process.kill();
-                // Takes it off the process table; where no thread can be had, the keeper's end does.
+                // Collects the ended process. If no thread can be created, the keeper's end does.
                 let _ = process.watch(|_| {});
                 return Err(LaunchError::Silent { last_words: process.last_words(), source });
             }
         };
-        // A QEMU that talks has opened its log.
+        // A QEMU that answers has opened its log.
         if let Some(Err(error)) = process.transcript().map(|transcript| transcript.fix_size()) {
             tracing::warn!(%error, "cannot limit the size of the console's transcript");
         }
@@ -241,7 +241,7 @@ impl Generation {
         Ok(Self { number, process, qmp: Arc::new(qmp), identity, userfault, wires, words: None })
     }
 
-    /// From now on it is the machine's, and outlives this keeper.
+    /// QEMU outlives this keeper from now on.
     pub fn settle(&mut self) {
         self.process.let_live();
     }
@@ -253,7 +253,7 @@ impl Generation {
         }
     }
 
-    /// As its disks know it.
+    /// Identity of the process, for its disks.
     pub fn peer(&self) -> Peer {
         peer(self.process.id())
     }
@@ -275,7 +275,7 @@ impl Generation {
         Ok(())
     }
 
-    /// Lets a guest run that holds still.
+    /// Lets the paused guest run.
     pub fn run(&self) -> Result<(), LaunchError> {
         self.qmp.resume().map_err(LaunchError::Run)
     }
@@ -284,7 +284,7 @@ impl Generation {
         self.userfault.as_ref().map_err(String::as_str)
     }
 
-    /// What the next QEMU can have of its networks.
+    /// The host's ends of its networks, for a successor; or why a successor cannot get them.
     pub fn wires(&self) -> Result<&Wires, &str> {
         match &self.wires {
             Ok(wires) if wires.valves().is_none_or(Valves::are_worked) => Ok(wires),
@@ -297,7 +297,7 @@ impl Generation {
         self.wires.as_ref().ok()?.valves()
     }
 
-    /// After it has taken over.
+    /// Takes the passt processes of the QEMU that was replaced.
     pub fn inherit(&mut self, old: &mut Self) {
         if let (Ok(wires), Ok(old)) = (&mut self.wires, &mut old.wires) {
             wires.inherit(old);
@@ -312,23 +312,23 @@ impl Generation {
         Devices { vmgenid: self.identity.vmgenid.clone(), guest_agent: self.identity.guest_agent }
     }
 
-    /// Where its guest's console is found.
+    /// Sockets and transcript of the guest's console.
     pub fn console(&self, folders: &Folders) -> Place {
         let qemu = Endpoint { socket: folders.serial_socket(self.number), qemu: Some(self.process.id()) };
         Place { qemu, transcript: self.process.transcript().cloned() }
     }
 
-    /// The channel to its guest's agent.
+    /// The socket of the guest's agent.
     pub fn agent(&self, folders: &Folders) -> Endpoint {
         Endpoint { socket: folders.agent_socket(self.number), qemu: Some(self.process.id()) }
     }
 
-    /// From now on whoever takes it over has to wake its disks.
+    /// Notes that a keeper that takes this QEMU over must wake its disks.
     pub fn set_deaf(&mut self) {
         self.identity.deaf = true;
     }
 
-    /// What it holds for itself now; none if that cannot be seen.
+    /// Memory and descriptors of the process. None if they cannot be read.
     pub fn footprint(&self) -> Option<FootprintNote> {
         match self.process.footprint() {
             Ok(Footprint { own_bytes, descriptors }) => Some(FootprintNote { own_bytes, descriptors }),

@@ -37,24 +37,24 @@ impl Machine {
         self.disks.open(&mut self.context, &self.warm_reboot, gate.as_ref(), incarnation, unwritten)
     }
 
-    /// Has the guest's file systems thawed, through the QEMU that it has now.
+    /// Starts to thaw the guest's file systems, through its current QEMU.
     pub(super) fn thaw(&mut self) {
         if let Some(life) = self.state.guest() {
             self.saves.thaw(&self.context, &life.generation);
         }
     }
 
-    /// Has the guest asked whether it is ready, through the QEMU that it has now.
+    /// Starts to ask the guest whether it is ready, through its current QEMU.
     pub(super) fn watch_ready(&mut self) {
         if let Some(life) = self.state.guest() {
             self.fast_remount.watch(&self.context, &life.generation);
         }
     }
 
-    /// QEMU's process is gone: its memory is dead. Ends everything that was for the guest; what is left is the incarnation.
+    /// Ends everything that served the guest, because QEMU's process has ended. What remains is the dead incarnation.
     fn lay_out(&mut self, guest: Life, how: String, cause: EndCause) -> Incarnation {
         let Life { incarnation, generation, .. } = guest;
-        // It sees no error any more, and its disks are to be drained.
+        // The guest can see no error any more, and its disks must be drained.
         self.disks.backfill.set_conduct(Conduct::Refuse);
         self.cancel_save("the guest ended");
         self.saves.forget_frozen(&mut self.context);
@@ -65,7 +65,7 @@ impl Machine {
         self.context.record(EventKind::QemuExited { generation: generation.number, how });
         self.context.record(EventKind::IncarnationEnded { cause });
         self.context.folders.discard_generation(generation.number);
-        // Now, and not when all is done: its passt may still hold the ports that the next one is going to forward.
+        // Drop it now: its passt may still hold the ports that the next guest's passt will forward.
         drop(generation);
         self.context.journal.qemu = None;
         self.disks.forget_greeting(&mut self.context);
@@ -100,7 +100,7 @@ impl Machine {
             (None, Some(_)) => self.drop_memory(&dead),
             (None, None) => self.phase(Phase::Bank, |machine| machine.bank(dead)),
         }
-        // Beside all that follows: the next guest is going to need the memory.
+        // Settle in parallel with the start: the next guest will need the memory.
         self.warm_reboot.monitor.settle();
         self.buried(delay)
     }
@@ -165,7 +165,7 @@ impl Machine {
         }
     }
 
-    /// The phase that came before QEMU's end.
+    /// Records the phase that preceded QEMU's end.
     fn harvested(&mut self) {
         let Some(Harvest { began, took }) = self.crash_recovery.harvest.take() else { return };
         if let Some(timeline) = &mut self.recovery.timeline {
@@ -193,7 +193,7 @@ impl Machine {
         }
     }
 
-    /// The dead guest was the machine's last one: only what its dump needs is kept.
+    /// Ends the machine's last guest: only the memory that its dump needs is kept.
     pub(super) fn bury_last(&mut self, guest: Life, how: String, cause: EndCause) -> Result<(), MachineError> {
         let dead = self.lay_out(guest, how, cause);
         self.warm_reboot.monitor.watch(None);
@@ -240,13 +240,13 @@ impl Machine {
     /// Removes files that killed keepers and QEMUs left.
     pub(super) fn remove_leftovers(&self) {
         let generation = self.state.guest().map(|life| life.generation.number);
-        // A guest that crashed a moment ago may still be dumped.
+        // A guest that has just crashed may still be dumped.
         let dead = self.context.journal.dumps.iter().map(|note| note.incarnation);
         let dumps = dead.chain([self.context.journal.incarnation]).collect();
         leftovers::remove(&self.context.folders.runtime, &Needed { generation, dumps });
     }
 
-    /// The number of a QEMU that is about to be started, and everything noted that a new keeper must know of it.
+    /// Number for the next QEMU. Notes in the journal what a new keeper must know before that QEMU is started.
     pub(super) fn next_generation(&mut self, incarnation: &Incarnation) -> Result<u32, MachineError> {
         self.context.journal.generation += 1;
         leftovers::remove_old_logs(&self.context.folders.runtime);
@@ -255,7 +255,7 @@ impl Machine {
         self.context.journal.ram_bytes = self.context.config.memory_bytes;
         self.context.journal.started_with = Some(self.context.started_with());
         self.context.must_save_journal()?;
-        // Before QEMU: its guest fills memory while the keeper still waits for QMP.
+        // Watch before QEMU is started: its guest fills memory while the keeper still waits for QMP.
         self.warm_reboot.monitor.watch(Some(incarnation.clone()));
         Ok(self.context.journal.generation)
     }
@@ -290,7 +290,7 @@ impl Machine {
         self.context.record(EventKind::Userfault { generation: generation.number, userfault: status.userfault });
     }
 
-    /// From here on this QEMU, which was just started, is the machine's. It ends if that cannot be noted.
+    /// Makes a QEMU that was just started the machine's. QEMU ends if the journal cannot be written.
     fn adopt(&mut self, incarnation: Incarnation, generation: Generation) -> Result<(), MachineError> {
         (self.context.journal.qemu, self.context.journal.guest) = (Some(generation.identity()), GuestNote::Runs);
         self.context.must_save_journal()?;
@@ -299,8 +299,8 @@ impl Machine {
         Ok(())
     }
 
-    /// Takes the guest of a QEMU that the journal names already. The guest does not end if the journal cannot be written again.
-    /// `began`: when an earlier keeper started it.
+    /// Takes the guest of a QEMU that the journal already names. The guest lives on if the journal cannot be written.
+    /// `began`: when an earlier keeper started QEMU.
     pub(super) fn hold(
         &mut self,
         incarnation: Incarnation,
@@ -343,7 +343,7 @@ impl Machine {
         Ok(self.context.must_save_journal()?)
     }
 
-    /// The start fails. The boot set was good for it, and is saved again for the next start.
+    /// The start has failed. The loaded boot set is saved again for the next start.
     pub(super) fn fail_to_start(&mut self, error: &MachineError) {
         let is_parked = parked::is_there(&self.context.folders.memory);
         let is_wanted = self.state.guest().is_none()
@@ -372,10 +372,10 @@ impl Machine {
         self.memory.drop_restore(&mut self.context, &self.disks);
         self.tell_state();
         self.see_dumps_through();
-        // With keeper and QEMU gone the next start is cold, unless a guest is parked here: until then this would only hold the
-        // host's memory.
+        // Without keeper and QEMU the next start is cold, so the memory would only be held for nothing; unless a guest
+        // is parked here.
         if !parked::is_there(&self.context.folders.memory) {
-            // First, because an image's server needs the log of its tables, which lies in memory.
+            // Stop the servers first: a qcow2 image's server needs the log of its tables, which is in memory.
             self.disks.servers.drain(..).for_each(DiskServer::stop);
             self.warm_reboot.discard_memory(&self.context);
         }

@@ -132,15 +132,15 @@ pub use takeover::could_take_over;
 use timeline::LastRecovery;
 use warm_reboot::WarmReboot;
 
-/// How long a guest may take to shut down when asked nicely, before its power is cut.
+/// How long a guest may take to shut down on request, before its QEMU is killed.
 const SHUTDOWN_PATIENCE: Duration = Duration::from_secs(60);
-/// How long disk I/O in flight may take to end after QEMU did. Storage that hangs longer needs a person.
+/// How long disk I/O in flight may take after QEMU's end. Storage that hangs longer needs the operator.
 const DRAIN_PATIENCE: Duration = Duration::from_secs(60);
 
 /// How the event loop of a machine ends.
 pub enum End {
     Stopped,
-    /// The guest runs on; another program is to go on with it.
+    /// The guest runs on, and another program takes the machine over.
     HandsOver {
         machine: Box<Machine>,
         successor: Successor,
@@ -202,7 +202,7 @@ impl Machine {
         machine.disks.find_backfill(&machine.context)?;
         let taken_over = match machine.take_over() {
             Err(error) if !machine.disks.backfill.is_complete() || !machine.memory.is_complete() => {
-                // The guest lives on without a keeper: a read that waits must neither fail nor be waited for.
+                // The guest lives on without a keeper: a read that waits must not fail, and must not be waited for.
                 machine.leave_to_next_keeper(DiskServer::abandon);
                 return Err(error);
             }
@@ -226,7 +226,7 @@ impl Machine {
         Ok(machine)
     }
 
-    /// Handles events until the machine has stopped, or is another keeper's.
+    /// Handles events until the machine has stopped, or another keeper takes it over.
     pub fn run(mut self, events: &Receiver<Event>) -> Result<End, MachineError> {
         while !matches!(self.state, State::Stopped) {
             let event = match self.deadline() {
@@ -251,18 +251,18 @@ impl Machine {
                 self.end_with(&error);
                 return Err(error);
             }
-            // They read and write the guest's memory, which may still be missing.
+            // Disks read and write the guest's memory, which may still be missing.
             self.context.outside.watchdog.excuse_disks(!self.memory.is_complete());
             self.context.outside.watchdog.main().end();
         }
         Ok(End::Stopped)
     }
 
-    /// The keeper ends, and the machine with it; unless a keeper that starts anew is all that its guest needs.
+    /// Ends the machine with its keeper, unless the guest only needs a new keeper.
     fn end_with(mut self, error: &MachineError) {
         if let MachineError::DiskEnded { .. } = error {
             self.context.record(EventKind::Error { message: crate::chain(error) });
-            // The next keeper takes over, as after a kill of this one.
+            // The next keeper takes over, as if this one had been killed.
             self.leave_to_next_keeper(DiskServer::abandon);
         } else {
             self.fail(error);
@@ -389,7 +389,7 @@ impl Machine {
         }
     }
 
-    /// A QEMU that breaks QMP cannot be told anything any more, and may be a guest's by now.
+    /// Ends a QEMU that breaks QMP: it takes no commands any more, and its guest may control it.
     fn qemu_misbehaves(&mut self, why: &str) -> Result<(), MachineError> {
         self.context.record(EventKind::Error { message: format!("ending QEMU: {why}") });
         self.happens(Input::Misbehaves)
@@ -412,7 +412,7 @@ impl Machine {
         }
     }
 
-    /// The guest is paused by QEMU and will do no more.
+    /// QEMU has paused the guest for good.
     fn guest_crashed(&mut self, cause: EndCause) -> Result<(), MachineError> {
         self.cancel_save("the guest crashed");
         self.happens(Input::Crashes { cause, on_panic: self.context.config.on_panic })

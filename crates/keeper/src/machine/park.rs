@@ -1,5 +1,5 @@
-//! Park: the guest stays in memory while QEMU and keeper end, and perhaps the host's kernel; the next keeper lets it go on.
-//! The phases, and what is noted, are in `hearth_recovery::rejuvenation::parked`.
+//! Park: the guest stays in memory while QEMU and keeper end, and perhaps the host's kernel. The next keeper continues
+//! it. `hearth_recovery::rejuvenation::parked` describes the phases and the note.
 //!
 //! ```text
 //! flush-<machine>   disks flushed |
@@ -10,12 +10,13 @@
 //! calls it off: the guest goes on, and then ends as it was told to. Once the note is about to be written it is too late for that.
 //! Whatever else would use the guest is refused.
 //!
-//! Up to the note any failure lets the guest go on where it stood. After it the guest's way forward is the next keeper, which
-//! boots the machine if what it finds is not what was noted. What can be put right is no reason to give the guest up, another
-//! configuration, an image that is not there, a QEMU that cannot be started: the keeper ends then, and all stays as it is.
+//! Before the note is written, any failure continues the guest on its QEMU. After that, only the next keeper can
+//! continue it. It boots the machine instead if memory, disks or NVRAM do not match the note. If the obstacle can be
+//! removed (another configuration, a missing image, a QEMU that cannot be started), the guest is not given up: the
+//! keeper ends, and everything stays as it is.
 //!
-//! Memory that lost its power has no note. That there was one the journal says, or, if that ended with the host, the record of
-//! its reload.
+//! If the host lost its power, memory and note are gone. The journal says that there was a note; if the journal is gone
+//! too, the record of the host reload does.
 
 mod task;
 
@@ -52,7 +53,8 @@ use crate::notify::{Notice, notify};
 use task::{Decision, Found, Task, note_nvram};
 
 const WHAT: &str = "park";
-/// Taking the state takes 20 ms, giving it as long; on a host that swaps it may be a second.
+/// How long to wait for QEMU's state. Taking it takes 20 ms, and so does loading it; on a host that swaps it may take a
+/// second.
 const STATE_PATIENCE: Duration = Duration::from_secs(10);
 
 /// After its QEMU has ended a thread that waits for a disk is not waited for any longer.
@@ -95,7 +97,7 @@ impl Parking {
     }
 }
 
-/// Why a parked guest does not go on.
+/// Why a parked guest cannot continue.
 #[derive(Debug, thiserror::Error)]
 enum Lost {
     #[error(transparent)]
@@ -121,7 +123,7 @@ enum Obstacle {
 impl From<Lost> for Obstacle {
     fn from(lost: Lost) -> Self {
         match lost {
-            // The operator can put these right, or the host's start is about to.
+            // The operator can solve these, or the host's start will.
             Lost::Parked(error @ (ParkedError::OtherMachine { .. } | ParkedError::Look(_))) => {
                 Self::Keeper(error.into())
             }
@@ -386,7 +388,7 @@ impl Machine {
         ApiError::new(ErrorWord::WrongState, message).hint("`hearth events --follow` shows when that has ended")
     }
 
-    /// It is parked: what is left of it here goes, but for its files.
+    /// Ends QEMU and everything that served the guest. Only the parked guest's files stay.
     pub(super) fn leave(&mut self, life: Life, event: EventKind) -> Result<(), MachineError> {
         let Life { generation, .. } = life;
         if !generation.process.has_ended() {
@@ -400,10 +402,10 @@ impl Machine {
         self.fast_remount.boot_cut_off();
         self.memory.drop_gate(&self.warm_reboot, &self.disks);
         self.warm_reboot.monitor.watch(None);
-        // For what was learned of them, which the next keeper may find as well.
+        // The next keeper may find blocks of the images in memory, so note what the images are.
         self.disks.note_idle(&self.context, &self.warm_reboot);
         self.disks.close(&self.context);
-        // Dead guests' memory is only as good as a keeper's guard over the images.
+        // Dead guests' memory is valid only while a keeper guards the images.
         self.warm_reboot.ember.extinguish();
         self.context.journal = Journal {
             incarnation: self.context.journal.incarnation,
@@ -417,12 +419,12 @@ impl Machine {
         Ok(())
     }
 
-    /// The memory that must not be taken for a dead guest's.
+    /// Incarnation of a parked guest, whose memory must not be dropped as a dead guest's.
     pub(super) fn parked_incarnation(&self) -> Option<u32> {
         parked::find(&self.context.folders.memory).ok().flatten().map(|parked| parked.incarnation)
     }
 
-    /// No QEMU was found alive.
+    /// Resumes a parked guest, or boots the machine. Call it when no living QEMU was found.
     pub(super) fn resume_or_boot(&mut self) -> Result<(), MachineError> {
         let folder = self.context.folders.memory.clone();
         let found = match parked::find(&folder) {
@@ -461,16 +463,16 @@ impl Machine {
         self.start_afresh()
     }
 
-    /// A guest that should be parked here, and is not.
+    /// Why there is no parked guest here although the journal says so. None if the journal does not.
     fn missed(&self) -> Option<ParkedError> {
-        // A guest that was only about to be parked died with its QEMU.
+        // A guest whose parking had only begun died with its QEMU.
         let GuestNote::Parked { folder } = &self.context.journal.guest else { return None };
         Some(parked::why_not_in(folder, &self.context.folders.memory))
     }
 
     fn resume_parked(&mut self, parked: &Parked, host_reloaded: bool) -> Result<(), Obstacle> {
         let (began, folder) = (Instant::now(), self.context.folders.memory.clone());
-        // The longer it is watched the better.
+        // The longer the clock is watched, the better.
         let ticker = (self.context.qemu.accelerator.accelerator == Accelerator::Tcg).then(Ticker::watch);
         self.context.journal.incarnation = parked.incarnation;
         self.context.journal.generation = self.context.journal.generation.max(parked.generation);
@@ -507,7 +509,7 @@ impl Machine {
         Ok(())
     }
 
-    /// Is all as it was noted?
+    /// Compares memory, NVRAM, images and configuration with the note.
     fn verify(&self, parked: &Parked) -> Result<(Incarnation, Vec<u8>), Lost> {
         let (config, folder) = (&self.context.config, &self.context.folders.memory);
         let disks = launch::disk_identities(config);
@@ -526,7 +528,7 @@ impl Machine {
         Ok((incarnation, state))
     }
 
-    /// A QEMU that has the guest, which stands still; and by how much its clock was set forward.
+    /// Loads the guest into a new QEMU, where it is paused. Also returns how far its clock was set forward.
     fn wake(
         &mut self,
         incarnation: &Incarnation,
@@ -550,7 +552,7 @@ impl Machine {
         match state::give(&generation.qmp, &state, STATE_PATIENCE) {
             Ok(()) => Ok((generation, set_forward)),
             Err(source) => {
-                // One that refuses the state ends, and says why first.
+                // A QEMU that refuses the state prints the reason and ends.
                 generation.process.ends_within(Duration::from_secs(1));
                 generation.process.kill();
                 generation.process.ends_within(END_PATIENCE);
@@ -559,9 +561,9 @@ impl Machine {
         }
     }
 
-    /// The point of no return is passed in here.
+    /// Continues the guest. This passes the point of no return.
     fn let_go_on(&mut self, generation: &Generation) -> Result<(), Obstacle> {
-        // For a keeper that comes from here on the guest is this QEMU's, and stands still.
+        // From here on a new keeper finds the guest in this QEMU, paused.
         self.context.journal.qemu = Some(generation.identity());
         self.context.journal.guest = GuestNote::Paused;
         self.context.must_save_journal().map_err(|error| Obstacle::Keeper(error.into()))?;

@@ -1,4 +1,4 @@
-//! Rejuvenation of a machine: phases, journal, and who is ended when. What a phase does is in `hearth_recovery`.
+//! Rejuvenation of a machine: phases, journal, and which QEMU is ended when. `hearth_recovery` describes the phases.
 //!
 //! launch -> admit -> (journal: a hop) -> prepare -> hand -> (journal: committed) -> resume -> retire
 //!
@@ -31,16 +31,17 @@ use crate::drill::drill;
 use crate::folders::Folders;
 use crate::upgrade::Successor;
 
-/// A hop keeps the guest still for milliseconds; on a host that swaps it may be a second. One that takes longer is given
-/// up, and the old QEMU goes on.
+/// How long a hop may pause the guest. It takes milliseconds; on a host that swaps it may take a second. A hop that
+/// takes longer is given up, and the old QEMU continues.
 pub(super) const PAUSE_PATIENCE: Duration = Duration::from_secs(5);
-/// Until the guest has taken what was typed. One that does not read its console would hold up every rejuvenation; what it
-/// has not taken the new QEMU is given.
+/// How long to wait for the guest to read its console input. A guest that does not read would delay every rejuvenation.
+/// The new QEMU gets the rest.
 const TYPED_PATIENCE: Duration = Duration::from_millis(500);
-/// What a guest does first in another QEMU takes the longest, under emulation above all, and somebody waits for its answer: what
-/// takes a processor from it and can wait (the end of the old QEMU, and the pins of the new one) waits for as long.
+/// The guest's first steps in a new QEMU take longest, especially under emulation, and clients wait for its answers.
+/// Work that can wait and takes a processor (the end of the old QEMU, locking the new one's files) is delayed this
+/// long.
 const FIRST_STEPS: Duration = Duration::from_millis(200);
-/// A killed QEMU frees the memory that it had of its own; guest RAM stays.
+/// How long to wait for the end of a killed QEMU. It frees its own memory; guest RAM stays.
 pub(super) const END_PATIENCE: Duration = Duration::from_secs(10);
 
 /// Shown when QEMU died before it could be replaced.
@@ -54,7 +55,7 @@ pub struct Rejuvenations {
     /// Result of the resume of a parked guest, if this keeper found one.
     pub unparked: Option<Unparked>,
     pub schedule: Schedule,
-    /// Goes on instead of this keeper, above the guest of this incarnation.
+    /// The program that replaces this keeper, and the incarnation that it takes over.
     pub successor: Option<(Successor, u32)>,
     /// The guest is being parked.
     pub parking: Option<Parking>,
@@ -87,17 +88,17 @@ enum Failure {
     Resume(#[source] RejuvenationError),
 }
 
-/// Notes what happens, as it happens.
+/// Report of a hop, written while it runs.
 struct Progress {
     began: Instant,
     phase: Phase,
     report: Rejuvenation,
 }
 
-/// QEMU itself says of a type that it does not have only that it does not have it, not which one.
+/// Refuses a QEMU without the machine type. QEMU's own message does not name the missing type.
 fn must_have_machine_type(config: &Config, binary: &Binary) -> Result<(), Failure> {
     let machine_type = launch::machine_type(config);
-    // A QEMU that cannot list its types is tried all the same.
+    // A QEMU that cannot list its types is tried anyway.
     match binary.machine_types() {
         Ok(types) if types.q35(machine_type).is_none() => {
             let (program, machine_type) = (binary.path().to_owned(), machine_type.to_owned());
@@ -111,7 +112,7 @@ fn has_forwards(config: &Config) -> bool {
     config.nets.iter().any(|net| matches!(&net.backend, NetBackend::User { forward, .. } if !forward.is_empty()))
 }
 
-/// A QEMU that takes over is started without the ports that the one before it still had.
+/// Opens the forwarded ports. A successor is started without them, because the old QEMU still has them.
 fn open_forwards(context: &Context, generation: &Generation) {
     for (net, forward) in launch::user_forwards(&context.config) {
         if let Err(error) = generation.qmp.add_forward(&net, &forward) {
@@ -121,8 +122,8 @@ fn open_forwards(context: &Context, generation: &Generation) {
     }
 }
 
-/// Whether the QEMU that is noted as the guest's has begun with it, or may have. The keeper may have died before it gave the
-/// last bytes; that QEMU is ended then.
+/// Whether this QEMU has run the guest, or may have. The keeper may have died before it sent the last bytes; then this
+/// ends that QEMU.
 fn has_begun(folders: &Folders, successor: &QemuIdentity) -> bool {
     let Some(process) = Generation::find(folders, successor) else { return true };
     let socket = folders.qmp_socket(successor.generation);
@@ -135,8 +136,8 @@ fn has_begun(folders: &Folders, successor: &QemuIdentity) -> bool {
         .unwrap_or(true)
 }
 
-/// Every device of the guest's tells another QEMU what it is about. A virtio-pmem device does not: QEMU keeps the place in its
-/// queue of flushes to itself (its `hw/virtio/virtio-pmem.c` describes no state).
+/// Refuses a guest with a device whose state QEMU does not transfer. That is virtio-pmem: its queue position is not
+/// part of the state (`hw/virtio/virtio-pmem.c` in QEMU describes none).
 pub(super) fn must_have_all_state(config: &Config, what: &str) -> Result<(), ApiError> {
     let Some(device) = config.pmem.first() else { return Ok(()) };
     let message =
@@ -154,8 +155,8 @@ impl Context {
 }
 
 impl Disks {
-    /// The new QEMU may connect to the disks. Requests to a disk that the old one does not speak to are in its inflight region
-    /// only, which it has not given to this keeper.
+    /// Lets the new QEMU connect to the disks. If the old QEMU does not use a disk, requests to that disk are only in
+    /// its inflight region, which this keeper does not have; so the region is copied from QEMU's memory.
     fn allow_successor(&self, old_pid: u32) -> Result<(), Failure> {
         for disk in &self.servers {
             let result = if is_silent(disk) {
@@ -195,13 +196,13 @@ impl Disks {
 }
 
 impl Machine {
-    /// Whether it can be begun at all.
+    /// Refuses if a rejuvenation cannot begin now.
     pub(super) fn may_rejuvenate(&self) -> Result<(), ApiError> {
         self.may_replace_qemu()?;
         self.disks.must_be_in_use("rejuvenate")
     }
 
-    /// Whether another QEMU can have the guest, also from one that does not speak to its disks.
+    /// Refuses if another QEMU cannot take the guest over. The current QEMU need not use its disks.
     pub(super) fn may_replace_qemu(&self) -> Result<(), ApiError> {
         if self.state.shown() == MachineState::Recovering && self.crash_recovery.last_end == Some(EndCause::QemuDied) {
             let message = format!("cannot rejuvenate: {GUEST_DIED_WITH_QEMU}");
@@ -221,7 +222,8 @@ impl Machine {
         self.nothing_must_be_on_its_way("rejuvenate")
     }
 
-    /// No part of the guest's memory or of its disks is on its way, and QEMU may be stopped and continued.
+    /// Refuses while a part of the guest's memory or disks is still being loaded, or QEMU must not be paused and
+    /// continued.
     pub(super) fn must_be_at_rest(&self, what: &str) -> Result<(), ApiError> {
         self.disks.must_be_in_use(what)?;
         self.nothing_must_be_on_its_way(what)
@@ -246,10 +248,10 @@ impl Machine {
     }
 
     pub(super) fn rejuvenate(&mut self, request: &RejuvenateRequest) -> Result<(), MachineError> {
-        // The keeper may begin this by itself, while a save is under way.
+        // The keeper may begin this by itself while a save is under way.
         self.cancel_save("its QEMU was told to be replaced");
         if let Err(refusal) = self.may_replace_qemu() {
-            // A dump may hold the guest by now; a hop that fails would let it go on.
+            // The guest may be paused for a dump by now, and a failed hop would continue it.
             let (phase, why) = (Phase::Launch.name().to_owned(), refusal.to_string());
             self.context.record(EventKind::RejuvenationFailed { phase, why, guest_lost: false });
             return Ok(());
@@ -326,7 +328,7 @@ impl Machine {
             Ok(debt) => self.context.journal.clock_debt = debt,
             Err(failure) => {
                 let stood = standstill.over(&self.disks.servers);
-                // A guest that is lost owes nothing, and a keeper that came now would look for its old QEMU.
+                // A lost guest has no clock to correct, and a new keeper would look for its old QEMU.
                 if !matches!(failure, Failure::Resume(_)) {
                     self.context.journal.clock_debt = self.context.journal.clock_debt.after_standing(stood);
                     self.context.save_journal();
@@ -369,7 +371,7 @@ impl Machine {
         )?)
     }
 
-    /// Everything up to the point of no return.
+    /// All phases before the point of no return.
     fn hand_over(
         &mut self,
         old: &Generation,
@@ -394,21 +396,21 @@ impl Machine {
         if self.context.journal.write_through == write_through {
             return Ok((handed, committed));
         }
-        // The guest has switched a write cache since.
+        // The guest has switched a write cache meanwhile.
         drop(committed);
         self.context.journal.write_through = write_through;
         Ok((handed, self.stage_commit(new)?))
     }
 
-    /// What is to be the journal from the point of no return on.
+    /// Writes the journal that will count from the point of no return on.
     fn stage_commit(&self, new: &Generation) -> Result<Staged, JournalError> {
         let committed = Some(HopNote { successor: new.identity(), committed: true });
         Journal { hop: committed, ..self.context.journal.clone() }.stage(&self.context.folders.journal())
     }
 
-    /// The new QEMU is ended, and the old one goes on as if nothing had been.
+    /// Ends the new QEMU and continues the guest on the old one.
     fn go_back(&mut self, old: &Generation, new: &Generation, failure: Failure) -> Failure {
-        // It may be about to say why; a QEMU that hangs says nothing.
+        // A QEMU that fails prints the reason and ends; one that hangs prints nothing.
         let ended = matches!(failure, Failure::Hand(RejuvenationError::NewEnded | RejuvenationError::NewFailed))
             && new.process.ends_within(Duration::from_secs(1));
         new.process.kill();
@@ -421,25 +423,25 @@ impl Machine {
         let last_words = ended.then(|| new.process.last_words()).flatten();
         self.disks.close_to_others(old);
         self.context.outside.console.settle(false);
-        // From now on a keeper that comes has to let the old one go on.
+        // From now on a new keeper must continue the guest on the old QEMU.
         self.context.note_hop(HopNote { successor: new.identity(), committed: false });
-        // Before its guest goes on: that is what wakes it up.
+        // Open the gates before the guest continues: continuing wakes the networks.
         if let Some(valves) = old.valves() {
             valves.open_up();
         }
         if let Err(error) = rejuvenation::roll_back(&old.qmp, PAUSE_PATIENCE) {
-            // Otherwise it has hung up, and is about to end.
+            // In that case QEMU has closed the connection and is about to end.
             if !matches!(error, QmpError::Ended) {
                 let message = format!("the old QEMU cannot continue its guest; ending it: {error}");
                 self.context.record(EventKind::Error { message });
                 old.process.kill();
             }
-            // Whoever asks now whether the guest is lost asks the process.
+            // Wait for the end: the process decides whether the guest is lost.
             if !old.process.ends_within(END_PATIENCE) {
                 tracing::error!(pid = old.identity().pid, "the old QEMU does not exit");
             }
         }
-        // It may have ended.
+        // The old QEMU may have ended.
         let _ = old.qmp.close_kept();
         self.context.note_hop(None);
         match (failure, last_words) {
@@ -448,8 +450,8 @@ impl Machine {
         }
     }
 
-    /// The point of no return; how long the guest stood still. If the new QEMU fails here and its guest may have run, the guest is
-    /// lost: both are ended, and a warm reboot follows.
+    /// Passes the point of no return. Returns how long the guest was paused. If the new QEMU fails here and the guest
+    /// may have run, the guest is lost: both QEMUs are ended, and a warm reboot follows.
     fn resume(
         &mut self,
         old: &Generation,
@@ -466,7 +468,7 @@ impl Machine {
         let hop = self.disks.hop(old, new);
         match progress.run(Phase::Resume, |_| hop.resume(handed)) {
             Ok(pause) => {
-                // The guest need not wait for it: what it says meanwhile is read when the old one's last words have been.
+                // The guest need not wait for this: its output is read after the old QEMU's last output.
                 self.context.outside.console.settle(true);
                 progress.report.pause_ms = Some(pause.as_secs_f64() * 1e3);
                 Ok(pause)
@@ -510,8 +512,8 @@ impl Machine {
         self.context.folders.discard_generation(generation);
     }
 
-    /// The QEMU that a dead keeper's journal names as the guest's, and whether a hop was cut off. The other one, if there
-    /// is one, is a stray and ended before anything else happens.
+    /// The QEMU that has the guest according to a dead keeper's journal, and whether a hop was cut off. If there is
+    /// another QEMU, it counts as a stray and is ended first.
     pub(super) fn whose_guest_is_it(&mut self) -> (Option<QemuIdentity>, bool) {
         match self.context.journal.hop.take() {
             None => (self.context.journal.qemu.take(), false),
@@ -526,7 +528,7 @@ impl Machine {
         }
     }
 
-    /// After a hop that was cut off: its one QEMU goes on with the guest.
+    /// Continues the guest after a hop that was cut off.
     pub(super) fn finish_hop(&self, generation: &mut Generation) {
         generation.set_deaf();
         self.disks.wake(&self.context, generation);

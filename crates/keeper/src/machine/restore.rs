@@ -1,12 +1,13 @@
-//! Restore of a machine from a snapshot: order, threads, journal. What is done with memory is in
-//! `hearth_recovery::lazy_restore`.
+//! Restore of a machine from a snapshot: order, threads, journal. `hearth_recovery::lazy_restore` loads the memory.
 //!
-//! order (`lazy_restore::Order`, beside machine.toml) -> snapshot opened and checked -> disks -> QEMU that waits, beside it the
-//! prefetch -> its memory is registered, the disks ask -> devices' state -> (journal: the guest is in that QEMU) -> order removed -> the
-//! guest runs -> faults are served, the rest is filled in -> complete. `Step` names what a drill can end a keeper after.
+//! order (`lazy_restore::Order`, beside machine.toml) -> open and check the snapshot -> disks -> start a QEMU that
+//! waits, and prefetch meanwhile -> register its memory, give the disks the gate -> load the devices' state ->
+//! (journal: the guest is in that QEMU) -> remove the order -> the guest runs -> serve faults, fill in the rest ->
+//! complete. `Step` names the steps after which a drill can kill a keeper.
 //!
-//! A keeper killed before the journal has the guest leaves a QEMU without a guest and disks that nobody has written to: the next one
-//! finds the order and begins anew. One killed after it leaves a guest that waits for its memory, and the next one goes on.
+//! A keeper that is killed before the journal names the guest leaves a QEMU without a guest, and disks that nobody has
+//! written to. The next keeper finds the order and starts again. After that point the guest waits for its memory, and
+//! the next keeper continues.
 
 mod ahead;
 mod fill;
@@ -44,19 +45,20 @@ use crate::drill::drill;
 use crate::event::{Event, RestoreMessage};
 use crate::object_store::{open_snapshot, saved_disks};
 
-/// The state is loaded in 20 ms; but it waits for pages that may lie far away.
+/// How long to wait for the state to be loaded. It takes 20 ms, but may wait for pages from an object store.
 const STATE_PATIENCE: Duration = Duration::from_secs(60);
-/// Threads that serve faults out of an object store: each waits for its own page, for a round trip at least.
+/// Threads that serve page faults from an object store. Each waits for its own page, at least for a round trip.
 const SERVERS_FROM_AFAR: usize = 4;
 
-/// What to begin with.
+/// A snapshot to restore at the start.
 #[derive(Clone, Debug)]
 pub struct RestoreOrder {
     pub snapshot: PathBuf,
-    /// What its memory must be; none if any will do. The machine's disks are that snapshot's.
+    /// Expected seal of the snapshot's memory: the machine's disks belong to that snapshot. None if any snapshot will
+    /// do.
     pub seal: Option<String>,
     pub mode: Mode,
-    /// Note what the guest touches, and only then fill in the rest.
+    /// Record the pages that the guest touches first, and fill in the rest only then.
     pub trace: Option<Trace>,
 }
 
@@ -89,7 +91,7 @@ pub enum RestoreFailure {
     Thread(#[source] std::io::Error),
 }
 
-/// Says something to the machine's loop, of one generation.
+/// Sends messages about one generation's restore to the machine's loop.
 #[derive(Clone)]
 struct Teller {
     tell: Sender<Event>,
@@ -98,7 +100,7 @@ struct Teller {
 
 impl Teller {
     fn say(&self, message: RestoreMessage) {
-        // Fails only when the loop is gone, and then nobody wants to know.
+        // Fails only when the loop has ended; then nobody needs the message.
         let _ = self.tell.send(Event::Restore { generation: self.generation, message });
     }
 
@@ -111,7 +113,7 @@ impl Teller {
 }
 
 impl Machine {
-    /// What this keeper was told, or an earlier one that did not get as far as to let the guest run.
+    /// The restore order of this keeper, or of an earlier one that died before the guest ran.
     pub(super) fn order_to_restore(&mut self) -> Result<Option<RestoreOrder>, MachineError> {
         let left = self.context.journal.restore.take();
         if let Some(order) = self.context.restore.take() {
@@ -140,7 +142,8 @@ impl Machine {
         Ok(Some(RestoreOrder { snapshot, seal: Some(seal), mode, trace: None }))
     }
 
-    /// A guest of this machine is about to run, and to write to its disks: from here on no snapshot is begun with.
+    /// Removes the restore order. A guest of this machine will write to its disks, so no snapshot can be restored onto
+    /// them any more.
     pub(super) fn forget_order(&self) -> Result<(), MachineError> {
         Ok(Order::remove(&self.context.config.file)?)
     }
@@ -149,7 +152,7 @@ impl Machine {
         let name = self.context.config.name.clone();
         let failed = |source: RestoreFailure| MachineError::Restore { name: name.clone(), source: Box::new(source) };
         let began = Instant::now();
-        // Nobody would be told what the guest, which does not run yet, waits for.
+        // The guest does not run yet, so nobody would see what it waits for.
         self.disks.backfill.set_conduct(Conduct::Urge);
         let snapshot = Arc::new(self.open_snapshot(&order.snapshot, order.seal.as_deref()).map_err(&failed)?);
         let (saved, configured) = (snapshot.manifest.ram_bytes, self.context.config.memory_bytes);
@@ -185,7 +188,8 @@ impl Machine {
         self.context.journal.qemu = Some(generation.identity());
         self.context.must_save_journal()?;
         let noted = Order::load(&self.context.config.file)?;
-        // After the journal: whoever is killed in between leaves a guest that stands still, and the next keeper forgets the order.
+        // Remove the order after writing the journal. A keeper that is killed in between leaves a paused guest, and the
+        // next keeper removes the order.
         self.forget_order()?;
         drill(Step::Begin.name());
         self.disks.admit(&self.context, generation.identity().pid);
@@ -209,7 +213,8 @@ impl Machine {
         self.fill_behind(number, order.trace.clone()).map_err(failed)
     }
 
-    /// QEMU itself waits for pages while it lets a guest in or run, and then says nothing: what it waits for is the cause.
+    /// Names a missing page as the cause of a failure. QEMU itself waits for pages while it loads or starts a guest,
+    /// and does not answer then.
     fn with_damage(&self, failure: RestoreFailure) -> RestoreFailure {
         match self.unreadable() {
             what if what.is_empty() || matches!(failure, RestoreFailure::Damaged { .. }) => failure,
@@ -217,12 +222,13 @@ impl Machine {
         }
     }
 
-    /// Why pages cannot be brought now; empty if there is no reason.
+    /// Why pages cannot be loaded now. Empty if they can.
     fn unreadable(&self) -> String {
         self.memory.restore_status().map(|status| status.waits.join("; ")).unwrap_or_default()
     }
 
-    /// The guest did not come to run, and its QEMU has ended. If it has changed nothing on its disks it can be begun with again.
+    /// Takes the start of the guest back, because it did not run and its QEMU has ended. If it has not changed its
+    /// disks, the restore order is written again.
     fn take_back_begin(&mut self, order: Option<Order>) {
         (self.context.journal.qemu, self.context.journal.restore) = (None, None);
         let counters = self.disks.servers.iter().map(|disk| disk.counters());
@@ -238,7 +244,7 @@ impl Machine {
         self.context.save_journal();
     }
 
-    /// The disks of one from afar are in the machine's folder, or come there.
+    /// Opens the snapshot. If it is in an object store, its disks are in the machine's folder, or will be.
     fn open_snapshot(&self, path: &Path, seal: Option<&str>) -> Result<Snapshot, RestoreFailure> {
         let config = &self.context.config;
         let disks = config.file.parent().map(saved_disks).filter(|folder| folder.exists());
@@ -250,7 +256,7 @@ impl Machine {
         }
     }
 
-    /// Both at once: QEMU's start takes as long as reading a working set.
+    /// Starts QEMU and prefetches memory at the same time: QEMU's start takes as long as reading a working set.
     fn launch_and_prefetch(
         &self,
         snapshot: &Snapshot,
@@ -274,7 +280,7 @@ impl Machine {
                 Err(RestoreError::CalledOff) => {
                     return Err(RestoreFailure::CalledOff { file: self.context.config.file.clone() });
                 }
-                // What is missing of it comes when it is touched.
+                // Missing pages of the working set are loaded when they are touched.
                 Err(error) if mode == Mode::WorkingSet => {
                     let message = format!("cannot use the working set: {}", crate::chain(&error));
                     self.context.record(EventKind::Error { message });
@@ -285,7 +291,7 @@ impl Machine {
         })
     }
 
-    /// The guest into a QEMU that waits for it. It stands still afterwards.
+    /// Loads the guest into a QEMU that waits for it. The guest is paused afterwards.
     fn let_in(
         &mut self,
         snapshot: Arc<Snapshot>,
@@ -294,7 +300,8 @@ impl Machine {
         generation: &Generation,
         began: Instant,
     ) -> Result<(), RestoreFailure> {
-        // The guest does not run yet, so only QEMU itself touches memory. At a damaged page it would hang, and its QMP with it.
+        // The guest does not run yet, so only QEMU itself touches memory. At a damaged page QEMU would hang, and QMP
+        // with it. So QEMU is ended.
         let is_over = Arc::new(AtomicBool::new(false));
         let lazy = match order.mode {
             Mode::Eager => None,
@@ -317,7 +324,7 @@ impl Machine {
         let pages = snapshot.ram.pages().len() as u64;
         let restoring = Restoring::new(&order.snapshot, order.mode, began, pages, lazy);
         self.serve_faults(restoring, generation.number)?;
-        // One that did not ask would see zeroes where memory is missing, and leave them there.
+        // A disk without the gate would read zeroes where memory is missing, and leave them there.
         self.disks.try_set_gate(self.memory.disk_gate())?;
         let given = state::give(&generation.qmp, &snapshot.state, STATE_PATIENCE);
         let met_damage = is_over.swap(true, Relaxed);
@@ -325,7 +332,7 @@ impl Machine {
             if met_damage {
                 return RestoreFailure::Damaged { what: self.unreadable(), source: None };
             }
-            // One that refuses the state ends, and says why first.
+            // A QEMU that refuses the state prints the reason and ends.
             generation.process.ends_within(Duration::from_secs(1));
             RestoreFailure::State { last_words: generation.process.last_words(), source }
         })
@@ -371,7 +378,7 @@ impl Machine {
             RestoreMessage::Waits { why } => self.context.record(EventKind::RestoreWaits { why }),
             RestoreMessage::Traced { pages } => self.context.record(EventKind::WorkingSetTraced { pages }),
             RestoreMessage::Rehearsed => {
-                // It can only be stopping already.
+                // Fails only if the machine is stopping already.
                 let _ = self.stop(true);
             }
             RestoreMessage::Complete => self.restore_complete(),
@@ -390,8 +397,8 @@ impl Machine {
         self.context.record(EventKind::RestoreComplete { pages, pages_prefetched, pages_lazy, duration_ms });
     }
 
-    /// Goes on where a keeper that died left off; before anything else touches the guest's memory. If the snapshot cannot
-    /// be read the guest waits on for a keeper that can.
+    /// Continues the restore of a dead keeper. Call it before anything else touches the guest's memory. If the snapshot
+    /// cannot be read, the guest waits for a keeper that can read it.
     pub(super) fn resume_restore(
         &mut self,
         incarnation: &Incarnation,
@@ -419,7 +426,7 @@ impl Machine {
         Ok(Ok(userfault))
     }
 
-    /// And fills in the rest, once this keeper has the guest.
+    /// Continues to fill in the rest of the memory, once this keeper has the guest.
     pub(super) fn go_on_filling(&mut self) -> Result<(), MachineError> {
         let Some(life) = self.state.guest() else { return Ok(()) };
         let (number, name) = (life.generation.number, self.context.config.name.clone());

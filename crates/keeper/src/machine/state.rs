@@ -1,7 +1,7 @@
-//! State: where the machine stands, and every decision about what comes next.
+//! State: the machine's state, and every decision about what comes next.
 //!
-//! input (an order, QEMU's end, a time that has come) -> `step` -> the next state and actions -> `Machine::happens` carries
-//! them out
+//! input (a request, QEMU's end, a time that has come) -> `step` -> the next state and actions -> `Machine::happens`
+//! carries them out
 //!
 //! `step` is pure: it reads no clock and no file, and touches nothing. So a test can list every state with every input (`table`).
 //! Nothing else changes the state.
@@ -40,12 +40,12 @@ pub enum State<G> {
     },
 }
 
-/// What exists only while there is a guest.
+/// Data that exists only while there is a guest.
 pub struct Running<G> {
     pub guest: G,
-    /// Why the guest is about to end, as QEMU or an order said. If QEMU ends without a cause, it died.
+    /// Why the guest is about to end, according to QEMU or a request. If QEMU ends without a cause, it died.
     pub cause: Option<EndCause>,
-    /// The guest is paused; the text tells why.
+    /// Whether the guest is paused, and why.
     pub pause: Option<Pause>,
     pub order: Option<Order>,
 }
@@ -78,7 +78,7 @@ pub struct Recovering {
 pub struct BackOff {
     pub began: Instant,
     pub until: Instant,
-    /// `until` for people.
+    /// `until` as text.
     pub next_start: String,
     pub why: String,
 }
@@ -107,7 +107,7 @@ pub enum Input<G> {
     Terminate {
         now: Instant,
     },
-    /// A dead keeper had accepted this order.
+    /// A dead keeper had accepted this request.
     OrderFound {
         order: OrderNote,
         now: Instant,
@@ -116,11 +116,11 @@ pub enum Input<G> {
         why: Option<String>,
     },
     Continued,
-    /// A save that was to stop the machine is complete.
+    /// A save that stops the machine is complete.
     SavedToStop {
         now: Instant,
     },
-    /// QEMU is about to end, for this reason unless there is an order.
+    /// QEMU is about to end, for this reason unless there is a request.
     ShutsDown {
         cause: EndCause,
     },
@@ -133,7 +133,7 @@ pub enum Input<G> {
     WatchdogResets,
     /// QEMU breaks its protocol.
     Misbehaves,
-    /// QEMU's process is gone.
+    /// QEMU's process has ended.
     Ended {
         how: String,
         rehearses: bool,
@@ -147,7 +147,7 @@ pub enum Input<G> {
     },
     /// There is no dump to wait for.
     DumpsOver,
-    /// The guest is in files; `event` says so once its QEMU is gone.
+    /// The guest is in files. `event` is recorded once its QEMU has ended.
     Parked {
         event: EventKind,
     },
@@ -161,22 +161,22 @@ pub enum Action<G> {
     Refuse,
     PressPowerButton,
     NoteOrder(OrderNote),
-    /// Say that the guest did not shut down in time.
+    /// Record that the guest did not shut down in time.
     TellPowerCut,
     KillQemu,
-    /// Take what only a living QEMU can tell of a crash, if the guest can be dumped.
+    /// Read what only a living QEMU can tell about a crash, if the guest can be dumped.
     Harvest,
-    /// Note the images before anybody is told that the guest is paused for good.
+    /// Note the images before it is recorded that the guest is paused for good.
     NoteIdleDisks,
     DumpLiving,
-    /// The dead guest's memory becomes the ember, or is dropped. Then `Buried`.
+    /// Keep the dead guest's memory as ember, or drop it. Then `Buried`.
     Bury {
         guest: G,
         how: String,
         cause: EndCause,
         cold: bool,
     },
-    /// The dead guest was the last one: keep only what its dump needs.
+    /// Keep only what the dump of the last guest needs.
     BuryLast {
         guest: G,
         how: String,
@@ -201,14 +201,14 @@ pub enum Action<G> {
     /// Then `DumpsOver`, at once if there is none.
     WaitForDumps,
     GiveUpDumps,
-    /// Put everything away: the machine stops.
+    /// Clean up: the machine stops.
     CleanUp,
-    /// Put everything away but the parked guest's files.
+    /// Clean up everything except the parked guest's files.
     LeaveParked {
         guest: G,
         event: EventKind,
     },
-    /// Put away what the next keeper cannot use: the machine failed.
+    /// Clean up what the next keeper cannot use: the machine has failed.
     GiveUp,
 }
 
@@ -226,7 +226,7 @@ impl<G> State<G> {
         }
     }
 
-    /// Why it is in this state, for people.
+    /// Why the machine is in this state, as text.
     pub fn why(&self) -> Option<&str> {
         match self {
             Self::Running(Running { pause: Some(pause), .. }) => pause.why.as_deref(),
@@ -238,7 +238,7 @@ impl<G> State<G> {
         }
     }
 
-    /// When the next guest starts, for people.
+    /// When the next guest starts, as text.
     pub fn next_start(&self) -> Option<&str> {
         match self {
             Self::Recovering(Recovering { back_off: Some(back_off), .. }) => Some(&back_off.next_start),
@@ -292,12 +292,12 @@ impl<G> State<G> {
         matches!(self, Self::Running(Running { order: Some(Order { asked: true, .. }), .. }))
     }
 
-    /// The guest runs, and nobody told it to end.
+    /// Whether the guest runs and no request ends it.
     pub fn is_undisturbed(&self) -> bool {
         self.shown() == MachineState::Running && !self.has_order()
     }
 
-    /// QEMU has said that the running guest is about to end.
+    /// Whether QEMU has reported that the running guest is about to end.
     pub fn is_ending(&self) -> bool {
         matches!(self, Self::Running(Running { cause: Some(_), pause: None, .. }))
     }

@@ -1,12 +1,12 @@
-//! Take-over: a keeper has died and its QEMU has not; the guest goes on.
+//! Take-over: a keeper has died, and its QEMU has not. The next keeper continues with the guest.
 //!
-//! journal -> does that process live? -> reopen RAM, ledger, ember -> grant memory, if it waits for that -> serve the disks
-//! (QEMU reconnects) -> QMP
+//! journal -> does that process live? -> reopen RAM, ledger, ember -> grant memory, if the guest waits for it -> serve
+//! the disks (QEMU reconnects) -> QMP
 //!
-//! While no keeper lived nobody guarded the disk images. With QEMU alive the images are locked by what it inherited, and what
-//! it had asked for is answered by the new keeper; but locks stop only those who ask for them. So each image is compared with
-//! what the dead keeper noted, and what was learned of one that was changed is forgotten (`images`). With QEMU dead as well an
-//! ember is not to be trusted: nobody saw the end of the guest's last writes. The machine starts cold then.
+//! Without a keeper nobody guarded the disk images. While QEMU lives it holds the images' locks, and the new keeper
+//! answers its open requests; but locks stop only programs that check them. So each image is compared with the dead
+//! keeper's note, and blocks of a changed image are dropped (`images`). If QEMU is dead too, the ember cannot be
+//! trusted, because nobody saw the end of the guest's last writes. Then the machine starts cold.
 
 use std::fs;
 use std::path::PathBuf;
@@ -33,8 +33,8 @@ use super::{Machine, MachineError};
 use crate::config::Config;
 use crate::folders::memory_owner;
 
-/// Whether a keeper of this program could go on with the machine, as far as its files tell; false if there is nothing to go
-/// on with.
+/// Whether a keeper of this program could take over the machine, according to its files. False if there is nothing to
+/// take over.
 pub fn could_take_over(config: &Config) -> Result<bool, MachineError> {
     let journal = Journal::load(&config.runtime_folder.join("journal.json"))?;
     let Some((journal, qemu)) = journal.and_then(|mut journal| journal.qemu.take().map(|qemu| (journal, qemu))) else {
@@ -46,7 +46,7 @@ pub fn could_take_over(config: &Config) -> Result<bool, MachineError> {
 }
 
 impl Machine {
-    /// True if a living QEMU of this machine was found, and is this keeper's now.
+    /// Takes over a living QEMU of this machine. False if there is none.
     pub(super) fn take_over(&mut self) -> Result<bool, MachineError> {
         self.disks.note_greeting(&mut self.context);
         let (identity, hop_cut_off) = self.whose_guest_is_it();
@@ -74,7 +74,7 @@ impl Machine {
                 return self.give_up_on(identity.pid);
             }
         };
-        // The disks first: QEMU, and with it QMP, may be waiting for them.
+        // Serve the disks first: QEMU may be waiting for them, and QMP with it.
         self.open_disks(&incarnation, Unwritten::Keep)?;
         self.disks.expect_only(&identity);
         self.disks.admit(&self.context, identity.pid);
@@ -83,14 +83,14 @@ impl Machine {
             Err(LaunchError::Silent { .. }) => return self.give_up_on(pid),
             adopted => adopted?,
         };
-        // Its QEMU lives: whatever was noted of the guest, it goes on here.
+        // QEMU lives, so the guest continues here, whatever a note says.
         parked::discard(&self.context.folders.memory);
         if hop_cut_off {
             self.finish_hop(&mut generation);
         } else if generation.identity().deaf {
             self.disks.wake(&self.context, &generation);
         }
-        // A restored guest may not have been told yet that it may go on.
+        // A restored guest may not have been started yet.
         let stands = restored && generation.qmp.run_state().is_ok_and(|state| state == "paused");
         let noted = self.context.journal.guest.clone();
         if noted.is_paused() || stands {
@@ -101,7 +101,7 @@ impl Machine {
         self.warm_reboot.monitor.watch(Some(incarnation.clone()));
         let number = generation.number;
         let life = self.hold(incarnation, generation, began);
-        // Not before: who waits for this may type into the guest.
+        // Record this only now: whoever waits for this event may type into the guest.
         self.context.record(EventKind::KeeperTookOver { qemu_pid: pid, generation: number });
         self.must_happen(Input::Runs { guest: life });
         if let GuestNote::PausedForDump { file } = noted {
@@ -127,7 +127,7 @@ impl Machine {
         Ok(true)
     }
 
-    /// The QEMU was found while it died, and has said no more: a cold start, once it is gone.
+    /// Gives up a QEMU that does not answer, and ends it. A cold start follows.
     fn give_up_on(&mut self, pid: u32) -> Result<bool, MachineError> {
         let why = format!("its QEMU (pid {pid}) does not respond to its new keeper{}", stopped_by_whom(pid));
         self.context.record(EventKind::PowerCut { why });
@@ -146,7 +146,7 @@ impl Machine {
         Ok(false)
     }
 
-    /// The living incarnation and the ember, from their files.
+    /// Opens the files of the living incarnation and of the ember.
     fn reopen(&mut self) -> Result<Incarnation, MachineError> {
         let number = self.context.journal.incarnation;
         self.context.outside.event_log.set_incarnation(number);
@@ -167,7 +167,7 @@ impl Machine {
         banked.map_err(|error| crate::chain(&error))
     }
 
-    /// Its dump goes on, or begins, once the disks are served.
+    /// Banks an incarnation for its dump, which starts or continues once the disks are served.
     fn bank_for_dump(&mut self, dead: Incarnation) -> Result<(), EmberError> {
         let hold = Arc::new(Hold::everything(dead.ram.pages()));
         self.warm_reboot.ember.bank_held(dead.clone(), hold.clone())?;
@@ -175,7 +175,7 @@ impl Machine {
         Ok(())
     }
 
-    /// QEMUs that a dead keeper started and could not write down any more: two on one disk would destroy it.
+    /// Ends QEMUs that a dead keeper started and did not note: two QEMUs on one disk would destroy it.
     fn end_strays(&self, ours: Option<u32>) {
         for pid in memory_owner::qemus_of(&self.context.folders.runtime, &self.context.folders.memory) {
             if Some(pid) != ours {
@@ -187,7 +187,8 @@ impl Machine {
         }
     }
 
-    /// A dump needs no guard: of what is to be dumped only the ledger, and so the ember, is not to be trusted.
+    /// Keeps the memory of incarnations that must be dumped. A dump needs no guard over the disks; only the ledger
+    /// cannot be trusted, and so the ember.
     fn keep_for_dumps(&mut self) -> Vec<u32> {
         let noted: Vec<u32> = self.context.journal.dumps.iter().map(|note| note.incarnation).collect();
         noted.into_iter().filter(|number| self.keep_for_dump(*number)).collect()
@@ -206,12 +207,12 @@ impl Machine {
         self.warm_reboot.ember.incarnations().contains(&number)
     }
 
-    /// What a dead keeper had begun, or was about to. Once the disks are served: a dump makes way for them.
+    /// Starts or continues a dead keeper's dumps. Call it once the disks are served, because a dump yields to them.
     pub(super) fn go_on_with_dumps(&mut self) {
         for (dead, hold) in std::mem::take(&mut self.crash_recovery.unfinished) {
             self.queue_dump(&dead, hold);
         }
-        // Memory that is gone needs no note.
+        // Incarnations whose memory is gone need no note.
         let (living, dumps) = (self.context.journal.incarnation, self.crash_recovery.dumps.statuses());
         let known = |number: u32| number == living || dumps.iter().any(|dump| dump.incarnation == number);
         self.context.journal.dumps.retain(|note| known(note.incarnation));
@@ -232,7 +233,7 @@ impl Machine {
     }
 }
 
-/// A process that somebody stopped answers nobody.
+/// Says whether the process is stopped, which would explain why it does not answer.
 fn stopped_by_whom(pid: u32) -> &'static str {
     let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
     let state = status.lines().find_map(|line| line.strip_prefix("State:"));
@@ -242,13 +243,13 @@ fn stopped_by_whom(pid: u32) -> &'static str {
     }
 }
 
-/// A file system that is mounted must not find another image under it.
+/// Refuses other disks: a mounted file system must not get another image.
 fn must_serve_the_same_disks(journal: &Journal, config: &Config, qemu_pid: u32) -> Result<(), MachineError> {
     let Some(what) = difference(&journal.disks, &launch::disk_identities(config)) else { return Ok(()) };
     Err(MachineError::OtherDisks { name: config.name.clone(), qemu_pid, what })
 }
 
-/// Nor another file in the place of its image. `exchanged`: the first one, with the name of its disk.
+/// Refuses an image that was replaced by another file. `exchanged`: the first such file, with the name of its disk.
 fn must_find_the_same_files(
     config: &Config,
     qemu_pid: u32,
@@ -258,7 +259,7 @@ fn must_find_the_same_files(
     Err(MachineError::ExchangedImage { name: config.name.clone(), qemu_pid, disk, path })
 }
 
-/// The first difference between the disks a QEMU has and those it would get, in words.
+/// The first difference between QEMU's disks and the configured ones, in words.
 fn difference(has: &[DiskIdentity], gets: &[DiskIdentity]) -> Option<String> {
     if has.len() != gets.len() {
         return Some(format!("it has {}, but {} are configured", has.len(), gets.len()));

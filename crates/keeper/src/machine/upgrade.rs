@@ -1,4 +1,4 @@
-//! Upgrade of the keeper, as far as the machine is concerned: whether it may be, and what is left behind.
+//! Upgrade of the keeper: whether the machine permits it, and how the keeper leaves the machine.
 
 use std::sync::atomic::Ordering::Relaxed;
 
@@ -12,7 +12,7 @@ use crate::upgrade::Successor;
 const WHAT: &str = "upgrade the keeper";
 
 impl Machine {
-    /// Once the successor has said that it can the loop ends.
+    /// Asks the new program whether it can take over. If it can, the loop ends.
     pub(super) fn begin_upgrade(&mut self, request: &UpgradeRequest) -> Result<(), ApiError> {
         let incarnation = self.may_hand_over()?;
         let successor = Successor::ask(request.program.as_deref(), &self.context.config, &self.context.root);
@@ -26,7 +26,7 @@ impl Machine {
         Ok(())
     }
 
-    /// Of which incarnation.
+    /// The living incarnation. Refuses if the machine cannot be handed over now.
     fn may_hand_over(&self) -> Result<u32, ApiError> {
         let life = self.must_live(WHAT)?;
         if self.state.has_order() || self.state.is_ending() || life.generation.process.has_ended() {
@@ -43,7 +43,8 @@ impl Machine {
         Ok(life.incarnation.number)
     }
 
-    /// Who goes on, if it still may: it took its time to say that it can, and a guest that ends is seen by who has its QEMU.
+    /// The program that takes over, if that is still possible. Asking it took time, and the guest may have ended
+    /// meanwhile; then this keeper must handle the end.
     pub(super) fn ready_successor(&mut self) -> Option<Successor> {
         let (successor, incarnation) = self.rejuvenation.successor.take()?;
         let why = match self.may_hand_over() {
@@ -51,7 +52,7 @@ impl Machine {
                 self.context.outside.occupation.hand_over(&self.context.config.name);
                 return Some(successor);
             }
-            // The next guest's QEMU is still making itself known to its disks.
+            // The next guest's QEMU is still connecting to its disks.
             Ok(_) => "the guest ended meanwhile".to_owned(),
             Err(refusal) => refusal.to_string(),
         };
@@ -59,7 +60,7 @@ impl Machine {
         None
     }
 
-    /// Leaves the machine as a keeper that dies would, but for the disks: what is in flight there comes to its end.
+    /// Leaves the machine as a dead keeper would, but waits for the disks' requests in flight.
     pub fn let_go(mut self) {
         if self.context.outside.terminated.load(Relaxed) {
             // The signal came too late for the loop.

@@ -91,7 +91,7 @@ impl<G> Running<G> {
             OnPanic::Pause => vec![],
         };
         self.cause = Some(cause);
-        // An order that was given before goes on.
+        // An earlier request continues.
         if self.order.is_none() {
             let why = format!("{}; continue with `hearth reboot` or `hearth stop`", cause.words());
             self.pause = Some(Pause { why: Some(why) });
@@ -104,7 +104,7 @@ impl<G> Running<G> {
     fn cut_power(&mut self, now: Instant) -> Vec<Action<G>> {
         let Some(order) = self.order.as_mut().filter(|order| order.power_off_at <= now) else { return vec![] };
         let (cause, asked) = (order.cause(), std::mem::take(&mut order.asked));
-        // The process takes a moment to go: do not come back at once.
+        // The process takes a moment to end: check again later.
         order.power_off_at = now + DRAIN_PATIENCE;
         let kill = self.kill(cause);
         if asked { vec![Action::TellPowerCut, kill] } else { vec![kill] }

@@ -320,7 +320,7 @@ fn group(input: &'static str) -> &'static str {
     GROUPS.iter().find(|(name, _)| *name == input).map_or(input, |(_, inputs)| *inputs)
 }
 
-/// What the table says, by state and input.
+/// Rows of the table, by state and input.
 fn rows() -> HashMap<(&'static str, &'static str), &'static str> {
     let mut rows = HashMap::new();
     for line in TABLE.lines().filter(|line| !line.is_empty()) {
@@ -377,7 +377,7 @@ fn api_shows_one_word_for_each_state() {
     assert_eq!(shown, HashMap::from(expect));
 }
 
-/// The machine relies on it where nobody could be told of an error (`Machine::must_happen`).
+/// The machine relies on this where an error could not be reported (`Machine::must_happen`).
 #[test]
 fn orders_lead_to_nothing_that_can_fail() {
     let start = Instant::now();
