@@ -15,7 +15,7 @@ use hearth_disk::block::{BLOCK_BYTES, DiskId, RamPage};
 use hearth_disk::image::{Format, Image, ImageOptions};
 use hearth_disk::server::{DiskOptions, DiskServer, Expected, Tracking};
 use hearth_disk::tag::Tagger;
-use hearth_disk::warm::WarmSource;
+use hearth_disk::warm::WarmMemory;
 use hearth_recovery::ember::Ember;
 use hearth_recovery::incarnation::{Incarnation, ram_path};
 
@@ -133,7 +133,7 @@ impl Bench {
             _ => None,
         };
         let living = Incarnation::create(self.memory.path(), 2, IMAGE_BYTES, way != Way::MissUntracked)?;
-        let warm = ember.map(|ember| ember as Arc<dyn WarmSource>);
+        let warm = ember.map(|ember| WarmMemory::only_serving(ember));
         let server = DiskServer::start(
             disk_options(&self.work.path().join("disk.sock")),
             open_image(&self.image(), Format::Raw)?,
@@ -200,7 +200,7 @@ pub fn open_image(path: &Path, format: Format) -> Result<Image, HostSideError> {
 }
 
 /// The tracking of an incarnation's disk. `None` if it has no ledger.
-pub fn tracking(living: &Incarnation, tagger: &Tagger, warm: Option<Arc<dyn WarmSource>>) -> Option<Tracking> {
+pub fn tracking(living: &Incarnation, tagger: &Tagger, warm: Option<WarmMemory>) -> Option<Tracking> {
     let (ram_device, ram_inode) = living.ram.identity();
     let ledger = living.ledger.clone()?;
     Some(Tracking { ram_device, ram_inode, tagger: tagger.clone(), ledger, warm })

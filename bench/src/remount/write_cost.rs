@@ -10,7 +10,7 @@ use std::time::Instant;
 use hearth_disk::block::{BLOCK_BYTES, DiskId};
 use hearth_disk::boot_set::BootSet;
 use hearth_disk::tag::Tagger;
-use hearth_disk::warm::WarmSource;
+use hearth_disk::warm::{RequestObserver, WarmSource};
 use hearth_vmtest::{Disk, Drives, TestVm, patience};
 
 use super::{MIB, NAME, RemountError};

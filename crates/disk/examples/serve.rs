@@ -23,7 +23,7 @@ use hearth_disk::image::{Format, Image, ImageOptions};
 use hearth_disk::ledger::Ledger;
 use hearth_disk::server::{Backing, DiskOptions, DiskServer, Expected, Tracking};
 use hearth_disk::tag::{Tag, Tagger};
-use hearth_disk::warm::{AfterServing, WarmSource};
+use hearth_disk::warm::{AfterServing, WarmMemory, WarmSource};
 
 /// The whole image in memory, with its tags.
 struct Copy {
@@ -71,7 +71,7 @@ fn warm(image: &Path) -> Result<Tracking, Box<dyn Error>> {
     let tagger = Tagger::new(b"any key will do.");
     let ledger = std::env::temp_dir().join(format!("serve-{}.ledger", std::process::id()));
     let ledger = Arc::new(Mutex::new(Ledger::create(&ledger, 1)?));
-    let warm: Arc<dyn WarmSource> = Arc::new(Copy::of(image, &tagger)?);
+    let warm = WarmMemory::only_serving(Arc::new(Copy::of(image, &tagger)?));
     Ok(Tracking { ram_device: 0, ram_inode: 0, tagger, ledger, warm: Some(warm) })
 }
 

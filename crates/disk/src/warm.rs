@@ -1,6 +1,7 @@
 //! Memory that may answer a read in the disk's place: the ember of a dead incarnation, and the boot set.
 
 use std::ops::Range;
+use std::sync::Arc;
 use std::time::Duration;
 
 use crate::block::{BLOCK_BYTES, DiskId};
@@ -26,10 +27,11 @@ pub struct Answered {
     pub took: Duration,
 }
 
-/// Blocks held in memory. Called from the disk threads, in line: an implementation answers in microseconds.
+/// Memory that answers reads: blocks of the disk as they are now. Called from the disks' threads, in line, so an implementation
+/// answers in microseconds.
 pub trait WarmSource: Send + Sync {
-    /// Hands the block to `copy` if it is held and its bytes carry the right tag; returns that tag.
-    /// `copy` runs at most once, only with bytes that are on the disk now.
+    /// Hands the block to `copy` if it is held and its bytes carry the right tag. Returns that tag.
+    /// `copy` runs at most once, and only with bytes that are on the disk now.
     fn serve(
         &self,
         disk: DiskId,
@@ -38,53 +40,70 @@ pub trait WarmSource: Send + Sync {
         copy: &mut dyn FnMut(&[u8; BLOCK_BYTES]),
     ) -> Option<Tag>;
 
-    /// Cheap test without checking the tag: may this source hold any of these blocks?
+    /// A cheap test that leaves tags alone: may any of these blocks be held?
     fn may_hold(&self, disk: DiskId, blocks: Range<u64>) -> bool;
 
     /// The guest is about to change these blocks, wholly or in part: what is held of them is void.
     fn forget(&self, disk: DiskId, blocks: Range<u64>);
+}
 
-    /// Does it hold all of these blocks (`copy_of`)?
-    fn holds_all(&self, _disk: DiskId, _blocks: Range<u64>) -> bool {
-        false
-    }
+/// Memory that learns from a disk's requests what to hold.
+pub trait RequestObserver: Send + Sync {
+    /// Whether a boot is being watched: every read is reported, with the time of its answer.
+    fn learns(&self) -> bool;
 
-    /// A block that is held, if its bytes carry the right tag: those that are on the disk now. A boot that asks needs it.
-    fn copy_of(&self, _disk: DiskId, _block: u64) -> Option<[u8; BLOCK_BYTES]> {
-        None
-    }
+    /// Whether the blocks of a read of `bytes` are to be reported one by one (`read_from_image`). The image is then read in
+    /// whole blocks.
+    fn wants(&self, bytes: u64) -> bool;
 
-    /// This boot would have needed the block (`copy_of`), and it holds these bytes.
-    fn needed(&self, _disk: DiskId, _block: u64, _bytes: &[u8; BLOCK_BYTES]) {}
+    /// The image answered a read of this block. `bytes` are the block's contents, or `None` if a change met the read.
+    fn read_from_image(&self, disk: DiskId, block: u64, bytes: Option<&[u8; BLOCK_BYTES]>);
 
-    /// This boot needs the block (`copy_of`): what holds it elsewhere gives it there.
-    fn take_up(&self, _disk: DiskId, _block: u64) {}
+    /// The image answered a read of these blocks, which is not reported block by block.
+    fn missed(&self, disk: DiskId, blocks: Range<u64>);
 
-    /// Is it worth the while to make changes fewer operations, by writing what lies between them too?
-    fn joins_writes(&self) -> bool {
-        false
-    }
+    /// A read was answered from memory alone. Called while `learns`.
+    fn answered(&self, disk: DiskId, how: Answered);
 
-    /// Is everything that is read now noted, and how soon it was answered?
-    fn learns(&self) -> bool {
-        false
-    }
-
-    /// Are the blocks of a read of so many bytes wanted (`read_from_image`)? Then the image is read in whole blocks.
-    fn wants(&self, _bytes: u64) -> bool {
-        false
-    }
-
-    /// The image answered a read of this block. `bytes`: what the block holds; none if a change met the read.
-    fn read_from_image(&self, _disk: DiskId, _block: u64, _bytes: Option<&[u8; BLOCK_BYTES]>) {}
-
-    /// The image answered a read of these blocks, of which no word more is wanted.
-    fn missed(&self, _disk: DiskId, _blocks: Range<u64>) {}
-
-    /// A read was answered from memory alone. Called while the source learns.
-    fn answered(&self, _disk: DiskId, _how: Answered) {}
-
-    /// A write of `request_bytes` is over, and met no other request: from `start` on the block holds these bytes of it.
+    /// A write of `request_bytes` has ended, and met no other request: from `start` on the block holds these bytes.
     /// Comes after the `forget` that the same write began with.
-    fn written(&self, _disk: DiskId, _block: u64, _start: usize, _bytes: &[u8], _request_bytes: u64) {}
+    fn written(&self, disk: DiskId, block: u64, start: usize, bytes: &[u8], request_bytes: u64);
+}
+
+/// Memory with which the gaps between waiting writes are filled, so that they are one operation. Used while the observer learns.
+pub trait GapSource: Send + Sync {
+    /// Whether all of these blocks are held.
+    fn holds_all(&self, disk: DiskId, blocks: Range<u64>) -> bool;
+
+    /// A copy of a block that is held, if its bytes carry the right tag: they are on the disk now.
+    fn copy_of(&self, disk: DiskId, block: u64) -> Option<[u8; BLOCK_BYTES]>;
+
+    /// The block was missing in a gap and has been read from the image: it holds these bytes.
+    fn read_for_gap(&self, disk: DiskId, block: u64, bytes: &[u8; BLOCK_BYTES]);
+
+    /// The block is missing in a gap. What other memory holds of it spares a read of the image.
+    fn gather(&self, disk: DiskId, block: u64);
+}
+
+/// Host memory beside a disk, by its roles.
+#[derive(Clone)]
+pub struct WarmMemory {
+    /// Answers reads.
+    pub source: Arc<dyn WarmSource>,
+    /// Learns from requests. `None` if nothing does.
+    pub observer: Option<Arc<dyn RequestObserver>>,
+    /// Fills gaps between writes. `None` if they are left alone.
+    pub gaps: Option<Arc<dyn GapSource>>,
+}
+
+impl WarmMemory {
+    /// Memory that only answers reads.
+    pub fn only_serving(source: Arc<dyn WarmSource>) -> Self {
+        Self { source, observer: None, gaps: None }
+    }
+
+    /// One memory in all roles.
+    pub fn in_all_roles<T: WarmSource + RequestObserver + GapSource + 'static>(memory: Arc<T>) -> Self {
+        Self { source: memory.clone(), observer: Some(memory.clone()), gaps: Some(memory) }
+    }
 }

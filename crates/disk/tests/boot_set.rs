@@ -18,7 +18,7 @@ use hearth_disk::engine::flaky::{Fault, Plan};
 use hearth_disk::ledger::Ledger;
 use hearth_disk::server::{DiskServer, Tracking};
 use hearth_disk::tag::Tagger;
-use hearth_disk::warm::{AfterServing, WarmSource};
+use hearth_disk::warm::{AfterServing, RequestObserver, WarmMemory, WarmSource};
 
 const DISK_BYTES: u64 = 2 << 20;
 const BLOCKS: u64 = DISK_BYTES / 4096;
@@ -51,7 +51,8 @@ impl Bench {
         let set = open(memory.path(), limit_bytes);
         let ram = ram_file();
         let ledger = Ledger::create(&place.folder.path().join("ledger"), 8192).unwrap();
-        let tracking: Tracking = Guest::tracking(&ram, &Arc::new(Mutex::new(ledger)), Some(set.clone()));
+        let tracking: Tracking =
+            Guest::tracking(&ram, &Arc::new(Mutex::new(ledger)), Some(WarmMemory::in_all_roles(set.clone())));
         let mut backing = flaky(place.open(), plan);
         backing.depth = depth;
         let server = DiskServer::start_with(place.options(), backing, Some(tracking)).unwrap();

@@ -16,6 +16,7 @@ use hearth_disk::image::{Format, create_overlay};
 use hearth_disk::ledger::Ledger;
 use hearth_disk::server::DiskServer;
 use hearth_disk::tag::Tagger;
+use hearth_disk::warm::WarmMemory;
 use rustix::fs::{FallocateFlags, fallocate};
 
 const OK: u8 = 0;
@@ -43,7 +44,8 @@ impl Bench {
         let set = Arc::new(BootSet::open(place.folder.path(), 4 << 20, Tagger::new(b"a key like noise")).unwrap());
         set.begin();
         let (ram, ledger) = (ram_file(), Ledger::create(&place.folder.path().join("ledger"), 8192).unwrap());
-        let tracking = Guest::tracking(&ram, &Arc::new(Mutex::new(ledger)), Some(set.clone()));
+        let tracking =
+            Guest::tracking(&ram, &Arc::new(Mutex::new(ledger)), Some(WarmMemory::in_all_roles(set.clone())));
         let mut backing = flaky(place.open_as(format, &place.image), &plan);
         backing.depth = depth;
         let server = DiskServer::start_with(place.options(), backing, Some(tracking)).unwrap();

@@ -16,6 +16,7 @@ use hearth_disk::gate::{Gate, RamGate};
 use hearth_disk::ledger::Ledger;
 use hearth_disk::server::{DiskServer, Tracking};
 use hearth_disk::tag::Tagger;
+use hearth_disk::warm::WarmMemory;
 
 const OK: u8 = 0;
 const DISK_BYTES: u64 = 2 << 20;
@@ -129,7 +130,7 @@ fn what_waited_for_memory_was_not_answered_in_line() {
         let ledger = Ledger::create(&place.folder.path().join("ledger"), 8192).unwrap();
         let set = BootSet::open(place.folder.path(), 1 << 20, Tagger::new(b"a key like noise")).unwrap();
         let set = found.insert(Arc::new(set)).clone();
-        Some(Guest::tracking(ram, &Arc::new(Mutex::new(ledger)), Some(set)))
+        Some(Guest::tracking(ram, &Arc::new(Mutex::new(ledger)), Some(WarmMemory::in_all_roles(set))))
     });
     let set = found.unwrap();
     set.begin();

@@ -19,7 +19,7 @@ use hearth_disk::ledger::Ledger;
 use hearth_disk::limit::Limits;
 use hearth_disk::server::DiskServer;
 use hearth_disk::tag::{Tag, Tagger};
-use hearth_disk::warm::{AfterServing, WarmSource};
+use hearth_disk::warm::{AfterServing, WarmMemory, WarmSource};
 
 const DISK_BYTES: u64 = 2 << 20;
 const RAM_PAGES: u32 = 8192;
@@ -40,7 +40,7 @@ impl Truth {
     }
 
     fn tracking(&self, warm: Option<Arc<dyn WarmSource>>) -> Option<hearth_disk::server::Tracking> {
-        Some(Guest::tracking(&self.ram, &self.ledger, warm))
+        Some(Guest::tracking(&self.ram, &self.ledger, warm.map(WarmMemory::only_serving)))
     }
 
     fn connect(&self, place: &Place, queues: usize) -> Guest {

@@ -21,7 +21,7 @@ use hearth_disk::boot_set::BootSet;
 use hearth_disk::image::ImageFile;
 use hearth_disk::nvram::{MirrorPolicy, Nvram, NvramOptions};
 use hearth_disk::tag::Tagger;
-use hearth_disk::warm::{AfterServing, WarmSource};
+use hearth_disk::warm::{AfterServing, RequestObserver, WarmSource};
 use hearth_keeper::{EventLog, Record, read_events};
 use hearth_recovery::fast_remount::saved;
 use hearth_recovery::images::{self, DiskNote, Notes};

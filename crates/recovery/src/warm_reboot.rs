@@ -105,5 +105,5 @@ impl Succession<'_> {
 pub fn tracking(incarnation: &Incarnation, tagger: &Tagger, warm: &Arc<WarmSources>) -> Option<Tracking> {
     let ledger = incarnation.ledger.clone()?;
     let (ram_device, ram_inode) = incarnation.ram.identity();
-    Some(Tracking { ram_device, ram_inode, tagger: tagger.clone(), ledger, warm: Some(warm.clone()) })
+    Some(Tracking { ram_device, ram_inode, tagger: tagger.clone(), ledger, warm: Some(warm.for_disk()) })
 }

@@ -50,7 +50,7 @@ mod tests {
     use super::super::BootSet;
     use super::*;
     use crate::block::DiskId;
-    use crate::warm::{AfterServing, WarmSource};
+    use crate::warm::{AfterServing, RequestObserver, WarmSource};
 
     const DISK: DiskId = DiskId(0);
     /// Room for 13 and for 41 blocks.

@@ -66,7 +66,7 @@ mod tests {
     use super::super::BootSet;
     use super::*;
     use crate::block::DiskId;
-    use crate::warm::{AfterServing, WarmSource};
+    use crate::warm::{AfterServing, RequestObserver, WarmSource};
 
     const DISK: DiskId = DiskId(0);
 

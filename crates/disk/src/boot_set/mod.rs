@@ -27,7 +27,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use crate::block::{BLOCK_BYTES, DiskId};
 use crate::ledger::{Ledger, LedgerError};
 use crate::tag::{Tag, Tagger};
-use crate::warm::{AfterServing, Answered, WarmSource};
+use crate::warm::{AfterServing, Answered, GapSource, RequestObserver, WarmSource};
 
 mod carry;
 mod heat;
@@ -338,30 +338,20 @@ impl WarmSource for BootSet {
         blocks.any(|block| state.holds((disk, block)))
     }
 
-    fn holds_all(&self, disk: DiskId, mut blocks: Range<u64>) -> bool {
-        let state = self.lock();
-        blocks.all(|block| state.holds((disk, block)))
-    }
-
-    fn copy_of(&self, disk: DiskId, block: u64) -> Option<[u8; BLOCK_BYTES]> {
-        let bytes = BootSet::copy_of(self, disk, block)?;
-        if self.is_learning() {
-            self.lock().touch((disk, block));
-        }
-        Some(bytes)
-    }
-
-    fn needed(&self, disk: DiskId, block: u64, bytes: &[u8; BLOCK_BYTES]) {
-        let (mut state, key) = (self.lock(), (disk, block));
-        if self.is_learning() && !state.holds(key) && state.admit(key, Some(bytes)).is_some() {
-            state.hold(key, bytes, self.tagger.tag(bytes));
+    fn forget(&self, disk: DiskId, blocks: Range<u64>) {
+        let mut state = self.lock();
+        // A discard may cover the whole disk: then there are fewer members.
+        if blocks.end.saturating_sub(blocks.start) > state.members.len() as u64 {
+            let inside = |key: &&Key| key.0 == disk && blocks.contains(&key.1);
+            let keys: Vec<Key> = state.members.keys().filter(inside).copied().collect();
+            keys.into_iter().for_each(|key| state.void(key));
+        } else {
+            blocks.for_each(|block| state.void((disk, block)));
         }
     }
+}
 
-    fn joins_writes(&self) -> bool {
-        self.is_learning()
-    }
-
+impl RequestObserver for BootSet {
     fn learns(&self) -> bool {
         self.is_learning()
     }
@@ -398,18 +388,6 @@ impl WarmSource for BootSet {
         self.lock().tally.answers.add(how);
     }
 
-    fn forget(&self, disk: DiskId, blocks: Range<u64>) {
-        let mut state = self.lock();
-        // A discard may cover the whole disk: then there are fewer members.
-        if blocks.end.saturating_sub(blocks.start) > state.members.len() as u64 {
-            let inside = |key: &&Key| key.0 == disk && blocks.contains(&key.1);
-            let keys: Vec<Key> = state.members.keys().filter(inside).copied().collect();
-            keys.into_iter().for_each(|key| state.void(key));
-        } else {
-            blocks.for_each(|block| state.void((disk, block)));
-        }
-    }
-
     fn written(&self, disk: DiskId, block: u64, start: usize, bytes: &[u8], request_bytes: u64) {
         let mut state = self.lock();
         let key = (disk, block);
@@ -424,4 +402,29 @@ impl WarmSource for BootSet {
             state.keep_written(key, &page, tag, known);
         }
     }
+}
+
+impl GapSource for BootSet {
+    fn holds_all(&self, disk: DiskId, mut blocks: Range<u64>) -> bool {
+        let state = self.lock();
+        blocks.all(|block| state.holds((disk, block)))
+    }
+
+    fn copy_of(&self, disk: DiskId, block: u64) -> Option<[u8; BLOCK_BYTES]> {
+        let bytes = BootSet::copy_of(self, disk, block)?;
+        if self.is_learning() {
+            self.lock().touch((disk, block));
+        }
+        Some(bytes)
+    }
+
+    fn read_for_gap(&self, disk: DiskId, block: u64, bytes: &[u8; BLOCK_BYTES]) {
+        let (mut state, key) = (self.lock(), (disk, block));
+        if self.is_learning() && !state.holds(key) && state.admit(key, Some(bytes)).is_some() {
+            state.hold(key, bytes, self.tagger.tag(bytes));
+        }
+    }
+
+    /// A boot set knows of no other memory.
+    fn gather(&self, _disk: DiskId, _block: u64) {}
 }

@@ -217,7 +217,7 @@ mod tests {
         let disk = crate::block::DiskId(0);
         set.begin();
         for block in 0..26 {
-            crate::warm::WarmSource::read_from_image(&set, disk, block, Some(&ZEROES));
+            crate::warm::RequestObserver::read_from_image(&set, disk, block, Some(&ZEROES));
         }
         assert_eq!(set.plan().disks[&disk].held, 26);
     }
@@ -237,12 +237,12 @@ mod tests {
         // Every second one is a hole.
         for block in 0..2000 {
             let bytes = [if block % 2 == 0 { 7 } else { 0 }; BLOCK_BYTES];
-            crate::warm::WarmSource::read_from_image(&set, disk, block, Some(&bytes));
+            crate::warm::RequestObserver::read_from_image(&set, disk, block, Some(&bytes));
         }
         let held_bytes = set.resident_bytes();
         assert!((1000 * BLOCK..1300 * BLOCK).contains(&held_bytes), "{held_bytes}");
         (2000..4000).for_each(|block| {
-            crate::warm::WarmSource::read_from_image(&set, disk, block, Some(&[7; BLOCK_BYTES]));
+            crate::warm::RequestObserver::read_from_image(&set, disk, block, Some(&[7; BLOCK_BYTES]));
         });
         assert!(set.plan().disks[&disk].no_room > 0, "as much as the limit allows");
         assert!((LIMIT * 8 / 10..=LIMIT).contains(&set.resident_bytes()), "{}", set.resident_bytes());

@@ -96,7 +96,7 @@ mod tests {
     use crate::block::DiskId;
     use crate::engine::tests::Noise;
     use crate::tag::Tagger;
-    use crate::warm::{AfterServing, WarmSource};
+    use crate::warm::{AfterServing, RequestObserver, WarmSource};
 
     const DISK: DiskId = DiskId(0);
     const LIMIT: u64 = 68 << 10;

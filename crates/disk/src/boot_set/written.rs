@@ -93,7 +93,7 @@ mod tests {
     use super::*;
     use crate::block::DiskId;
     use crate::tag::Tagger;
-    use crate::warm::{AfterServing, WarmSource};
+    use crate::warm::{AfterServing, RequestObserver, WarmSource};
 
     const DISK: DiskId = DiskId(0);
 

@@ -10,7 +10,7 @@ use super::memory::FileIdentity;
 use crate::block::{BLOCK_BYTES, DiskId, RamPage};
 use crate::ledger::Ledger;
 use crate::tag::{Tag, Tagger};
-use crate::warm::{AfterServing, Answered, WarmSource};
+use crate::warm::{AfterServing, Answered, GapSource, RequestObserver, WarmMemory};
 
 /// Follows the blocks of one incarnation. Only guest pages inside the file with this identity are recorded.
 #[derive(Clone)]
@@ -19,7 +19,7 @@ pub struct Tracking {
     pub ram_inode: u64,
     pub tagger: Tagger,
     pub ledger: Arc<Mutex<Ledger>>,
-    pub warm: Option<Arc<dyn WarmSource>>,
+    pub warm: Option<WarmMemory>,
 }
 
 enum Mark {
@@ -55,89 +55,97 @@ impl Recorder {
         if let Some(tracking) = &self.tracking {
             lock(&tracking.ledger).forget(self.disk, blocks.clone());
             if let Some(warm) = &tracking.warm {
-                warm.forget(self.disk, blocks);
+                warm.source.forget(self.disk, blocks);
             }
         }
     }
 
     pub fn may_be_warm(&self, blocks: Range<u64>) -> bool {
-        self.warm().is_some_and(|warm| warm.may_hold(self.disk, blocks))
+        self.warm().is_some_and(|warm| warm.source.may_hold(self.disk, blocks))
     }
 
     /// Serves a block from memory, if it is held there.
     pub fn serve(&self, block: u64, after: AfterServing, copy: &mut dyn FnMut(&[u8; BLOCK_BYTES])) -> Option<Tag> {
-        self.warm()?.serve(self.disk, block, after, copy)
+        self.warm()?.source.serve(self.disk, block, after, copy)
     }
 
     /// Are the blocks of a read of so many bytes wanted in memory?
     pub fn wants(&self, bytes: u64) -> bool {
-        self.warm().is_some_and(|warm| warm.wants(bytes))
+        self.observer().is_some_and(|observer| observer.wants(bytes))
     }
 
     /// Does memory hold all of these blocks, for `copy_of`?
     pub fn holds_all(&self, blocks: Range<u64>) -> bool {
-        self.warm().is_some_and(|warm| warm.holds_all(self.disk, blocks))
+        self.gaps().is_some_and(|gaps| gaps.holds_all(self.disk, blocks))
     }
 
     /// What is on the disk now, from memory.
     pub fn copy_of(&self, block: u64) -> Option<[u8; BLOCK_BYTES]> {
-        self.warm()?.copy_of(self.disk, block)
+        self.gaps()?.copy_of(self.disk, block)
     }
 
-    /// `copy_of` of this block was asked for in vain: it holds these bytes.
-    pub fn needed(&self, block: u64, bytes: &[u8; BLOCK_BYTES]) {
-        if let Some(warm) = self.warm() {
-            warm.needed(self.disk, block, bytes);
+    /// The block was missing in a gap, and was read for that: it holds these bytes.
+    pub fn read_for_gap(&self, block: u64, bytes: &[u8; BLOCK_BYTES]) {
+        if let Some(gaps) = self.gaps() {
+            gaps.read_for_gap(self.disk, block, bytes);
         }
     }
 
-    /// This block is about to be read for `copy_of`: memory that holds it for others may spare that.
-    pub fn take_up(&self, block: u64) {
-        if let Some(warm) = self.warm() {
-            warm.take_up(self.disk, block);
+    /// The block is missing in a gap: memory that holds it for others may spare a read.
+    pub fn gather(&self, block: u64) {
+        if let Some(gaps) = self.gaps() {
+            gaps.gather(self.disk, block);
         }
     }
 
-    /// Are changes to be made fewer operations?
-    pub fn joins_writes(&self) -> bool {
-        self.warm().is_some_and(|warm| warm.joins_writes())
+    /// Whether gaps between writes are filled.
+    pub fn fills_gaps(&self) -> bool {
+        self.gaps().is_some() && self.learns()
     }
 
-    /// Is it noted how soon a read was answered?
+    /// Whether it is noted how soon a read was answered.
     pub fn learns(&self) -> bool {
-        self.warm().is_some_and(|warm| warm.learns())
+        self.observer().is_some_and(|observer| observer.learns())
     }
 
     /// The image answered a read of this block; with its bytes if they are certain.
     pub fn read_from_image(&self, block: u64, bytes: Option<&[u8; BLOCK_BYTES]>) {
-        if let Some(warm) = self.warm() {
-            warm.read_from_image(self.disk, block, bytes);
+        if let Some(observer) = self.observer() {
+            observer.read_from_image(self.disk, block, bytes);
         }
     }
 
     /// The image answered a read of these blocks, which are not wanted.
     pub fn missed(&self, blocks: Range<u64>) {
-        if let Some(warm) = self.warm() {
-            warm.missed(self.disk, blocks);
+        if let Some(observer) = self.observer() {
+            observer.missed(self.disk, blocks);
         }
     }
 
     /// A read was answered from memory alone.
     pub fn answered(&self, how: Answered) {
-        if let Some(warm) = self.warm() {
-            warm.answered(self.disk, how);
+        if let Some(observer) = self.observer() {
+            observer.answered(self.disk, how);
         }
     }
 
     /// The block holds these bytes from `start` on: a write of them, and of so many in all, ended and met no other request.
     pub fn written(&self, block: u64, start: usize, bytes: &[u8], request_bytes: u64) {
-        if let Some(warm) = self.warm() {
-            warm.written(self.disk, block, start, bytes, request_bytes);
+        if let Some(observer) = self.observer() {
+            observer.written(self.disk, block, start, bytes, request_bytes);
         }
     }
 
-    fn warm(&self) -> Option<&dyn WarmSource> {
-        self.tracking.as_ref()?.warm.as_deref()
+    fn warm(&self) -> Option<&WarmMemory> {
+        self.tracking.as_ref()?.warm.as_ref()
+    }
+
+    fn observer(&self) -> Option<&dyn RequestObserver> {
+        self.warm()?.observer.as_deref()
+    }
+
+    fn gaps(&self) -> Option<&dyn GapSource> {
+        self.warm()?.gaps.as_deref()
     }
 
     /// The page holds the block, and the block has this tag.

@@ -19,7 +19,7 @@ use hearth_disk::image::{Format, Image, ImageOptions};
 use hearth_disk::ledger::Ledger;
 use hearth_disk::server::{Backing, DiskOptions, DiskServer, Expected, Peer, Tracking};
 use hearth_disk::tag::Tagger;
-use hearth_disk::warm::WarmSource;
+use hearth_disk::warm::WarmMemory;
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, memfd_create};
 use vhost::vhost_user::message::{VhostUserHeaderFlag, VhostUserInflight, VhostUserProtocolFeatures};
 use vhost::vhost_user::{Frontend, VhostUserFrontend};
@@ -324,7 +324,7 @@ impl Guest {
     }
 
     /// Which RAM the ledger is about.
-    pub fn tracking(ram: &File, ledger: &Arc<Mutex<Ledger>>, warm: Option<Arc<dyn WarmSource>>) -> Tracking {
+    pub fn tracking(ram: &File, ledger: &Arc<Mutex<Ledger>>, warm: Option<WarmMemory>) -> Tracking {
         let identity = ram.metadata().unwrap();
         Tracking {
             ram_device: identity.dev(),

@@ -12,7 +12,7 @@ use std::sync::Arc;
 use hearth_disk::block::{BLOCK_BYTES, DiskId};
 use hearth_disk::boot_set::BootSet;
 use hearth_disk::tag::Tag;
-use hearth_disk::warm::{AfterServing, Answered, WarmSource};
+use hearth_disk::warm::{AfterServing, GapSource, RequestObserver, WarmMemory, WarmSource};
 
 use crate::ember::Ember;
 use crate::incarnation::{Incarnation, lock};
@@ -30,6 +30,16 @@ pub struct WarmSources {
 }
 
 impl WarmSources {
+    /// This memory, for a disk.
+    pub fn for_disk(self: &Arc<Self>) -> WarmMemory {
+        let fills_gaps = self.join_writes && self.boot_set.is_some();
+        WarmMemory {
+            source: self.clone(),
+            observer: self.boot_set.clone().map(|boot_set| boot_set as Arc<dyn RequestObserver>),
+            gaps: fills_gaps.then(|| self.clone() as Arc<dyn GapSource>),
+        }
+    }
+
     /// Removes the boot set's blocks from a dead incarnation that is about to become ember, so that none is kept twice.
     pub fn part(&self, dead: &Incarnation) {
         if let (Some(boot_set), Some(ledger)) = (&self.boot_set, &dead.ledger) {
@@ -77,7 +87,9 @@ impl WarmSource for WarmSources {
         }
         self.ember.forget(disk, blocks);
     }
+}
 
+impl GapSource for WarmSources {
     fn holds_all(&self, disk: DiskId, blocks: Range<u64>) -> bool {
         self.boot_set.as_ref().is_some_and(|set| set.holds_all(disk, blocks))
     }
@@ -86,56 +98,20 @@ impl WarmSource for WarmSources {
         self.boot_set.as_ref()?.copy_of(disk, block)
     }
 
-    fn needed(&self, disk: DiskId, block: u64, bytes: &[u8; BLOCK_BYTES]) {
+    fn read_for_gap(&self, disk: DiskId, block: u64, bytes: &[u8; BLOCK_BYTES]) {
         if let Some(boot_set) = &self.boot_set {
-            boot_set.needed(disk, block, bytes);
+            boot_set.read_for_gap(disk, block, bytes);
             if boot_set.holds_all(disk, block..block + 1) {
                 self.ember.forget(disk, block..block + 1);
             }
         }
     }
 
-    fn take_up(&self, disk: DiskId, block: u64) {
+    fn gather(&self, disk: DiskId, block: u64) {
         let Some(boot_set) = &self.boot_set else { return };
         if !boot_set.holds_all(disk, block..block + 1) && boot_set.has_room_for(disk, block) {
-            let take = &mut |bytes: &[u8; BLOCK_BYTES]| boot_set.needed(disk, block, bytes);
+            let take = &mut |bytes: &[u8; BLOCK_BYTES]| boot_set.read_for_gap(disk, block, bytes);
             self.ember.serve(disk, block, AfterServing::Release, take);
-        }
-    }
-
-    fn joins_writes(&self) -> bool {
-        self.join_writes && self.learns()
-    }
-
-    fn learns(&self) -> bool {
-        self.boot_set.as_ref().is_some_and(|set| set.is_learning())
-    }
-
-    fn wants(&self, bytes: u64) -> bool {
-        self.boot_set.as_ref().is_some_and(|set| set.wants(bytes))
-    }
-
-    fn missed(&self, disk: DiskId, blocks: Range<u64>) {
-        if let Some(boot_set) = &self.boot_set {
-            boot_set.missed(disk, blocks);
-        }
-    }
-
-    fn read_from_image(&self, disk: DiskId, block: u64, bytes: Option<&[u8; BLOCK_BYTES]>) {
-        if let Some(boot_set) = &self.boot_set {
-            boot_set.read_from_image(disk, block, bytes);
-        }
-    }
-
-    fn answered(&self, disk: DiskId, how: Answered) {
-        if let Some(boot_set) = &self.boot_set {
-            boot_set.answered(disk, how);
-        }
-    }
-
-    fn written(&self, disk: DiskId, block: u64, start: usize, bytes: &[u8], request_bytes: u64) {
-        if let Some(boot_set) = &self.boot_set {
-            boot_set.written(disk, block, start, bytes, request_bytes);
         }
     }
 }
@@ -201,12 +177,12 @@ mod tests {
     fn gap_fill_holds_no_block_twice() {
         let folder = tempfile::tempdir_in("/dev/shm").unwrap();
         let sources = sources(folder.path());
-        sources.take_up(DISK, 4);
+        sources.gather(DISK, 4);
         assert_eq!((sources.holds_all(DISK, 4..5), sources.ember.counts().remaining), (false, 10), "no boot needs it");
         sources.boot_set.as_ref().unwrap().begin();
-        [4, 20].into_iter().for_each(|block| sources.take_up(DISK, block));
+        [4, 20].into_iter().for_each(|block| sources.gather(DISK, block));
         assert_eq!((sources.copy_of(DISK, 4), sources.ember.counts().remaining), (Some([5; BLOCK_BYTES]), 9));
-        sources.needed(DISK, 5, &[6; BLOCK_BYTES]);
+        sources.read_for_gap(DISK, 5, &[6; BLOCK_BYTES]);
         assert_eq!((sources.copy_of(DISK, 5), sources.ember.counts().remaining), (Some([6; BLOCK_BYTES]), 8));
     }
 

@@ -159,7 +159,7 @@ mod tests {
     use std::os::unix::fs::FileExt;
 
     use hearth_disk::image::ImageFile;
-    use hearth_disk::warm::{AfterServing, WarmSource};
+    use hearth_disk::warm::{AfterServing, RequestObserver, WarmSource};
 
     use super::*;
     use crate::images;

@@ -9,8 +9,7 @@ use std::sync::{Arc, Mutex};
 use hearth_disk::block::{BLOCK_BYTES, DiskId};
 use hearth_disk::ledger::Ledger;
 use hearth_disk::tag::Tag;
-use hearth_disk::warm::{AfterServing, Answered, WarmSource};
-use hearth_recovery::fast_remount::WarmSources;
+use hearth_disk::warm::{AfterServing, Answered, GapSource, RequestObserver, WarmMemory, WarmSource};
 
 use crate::storage::{BLOCK, Shared, burn};
 
@@ -22,13 +21,32 @@ pub struct Dead {
 }
 
 pub struct Memory {
-    pub inner: Arc<WarmSources>,
+    pub inner: WarmMemory,
     pub storage: Shared,
     pub dead: Arc<Mutex<Vec<Dead>>>,
     pub haunted: bool,
 }
 
 impl Memory {
+    /// Itself, in the roles of the memory behind it.
+    pub fn for_disk(self) -> WarmMemory {
+        let (observes, fills_gaps) = (self.inner.observer.is_some(), self.inner.gaps.is_some());
+        let all = WarmMemory::in_all_roles(Arc::new(self));
+        WarmMemory {
+            observer: all.observer.filter(|_| observes),
+            gaps: all.gaps.filter(|_| fills_gaps),
+            source: all.source,
+        }
+    }
+
+    fn observer(&self) -> &dyn RequestObserver {
+        self.inner.observer.as_deref().expect("it is in this role only if the inner one is")
+    }
+
+    fn gaps(&self) -> &dyn GapSource {
+        self.inner.gaps.as_deref().expect("it is in this role only if the inner one is")
+    }
+
     /// Where the block lies in dead memory.
     fn find(&self, disk: DiskId, block: u64) -> Option<(File, u64)> {
         let dead = self.dead.lock().unwrap();
@@ -49,7 +67,7 @@ impl WarmSource for Memory {
     ) -> Option<Tag> {
         burn(&self.storage);
         let place = if self.haunted { self.find(disk, block) } else { None };
-        self.inner.serve(disk, block, after, &mut |bytes| {
+        self.inner.source.serve(disk, block, after, &mut |bytes| {
             if let Some((ram, offset)) = &place {
                 ram.write_all_at(&[0xee; BLOCK_BYTES], *offset).unwrap();
             }
@@ -58,57 +76,57 @@ impl WarmSource for Memory {
     }
 
     fn may_hold(&self, disk: DiskId, blocks: Range<u64>) -> bool {
-        self.inner.may_hold(disk, blocks)
+        self.inner.source.may_hold(disk, blocks)
     }
 
     fn forget(&self, disk: DiskId, blocks: Range<u64>) {
-        self.inner.forget(disk, blocks);
+        self.inner.source.forget(disk, blocks);
         burn(&self.storage);
     }
+}
 
-    fn holds_all(&self, disk: DiskId, blocks: Range<u64>) -> bool {
-        self.inner.holds_all(disk, blocks)
-    }
-
-    fn copy_of(&self, disk: DiskId, block: u64) -> Option<[u8; BLOCK_BYTES]> {
-        self.inner.copy_of(disk, block)
-    }
-
-    fn needed(&self, disk: DiskId, block: u64, bytes: &[u8; BLOCK_BYTES]) {
-        self.inner.needed(disk, block, bytes);
-    }
-
-    fn take_up(&self, disk: DiskId, block: u64) {
-        self.inner.take_up(disk, block);
-    }
-
-    fn joins_writes(&self) -> bool {
-        self.inner.joins_writes()
-    }
-
+impl RequestObserver for Memory {
     fn learns(&self) -> bool {
-        self.inner.learns()
+        self.observer().learns()
     }
 
     fn wants(&self, bytes: u64) -> bool {
-        self.inner.wants(bytes)
+        self.observer().wants(bytes)
     }
 
     fn read_from_image(&self, disk: DiskId, block: u64, bytes: Option<&[u8; BLOCK_BYTES]>) {
         burn(&self.storage);
-        self.inner.read_from_image(disk, block, bytes);
+        self.observer().read_from_image(disk, block, bytes);
     }
 
     fn missed(&self, disk: DiskId, blocks: Range<u64>) {
-        self.inner.missed(disk, blocks);
+        self.observer().missed(disk, blocks);
     }
 
     fn answered(&self, disk: DiskId, how: Answered) {
-        self.inner.answered(disk, how);
+        self.observer().answered(disk, how);
     }
 
     fn written(&self, disk: DiskId, block: u64, start: usize, bytes: &[u8], request_bytes: u64) {
         burn(&self.storage);
-        self.inner.written(disk, block, start, bytes, request_bytes);
+        self.observer().written(disk, block, start, bytes, request_bytes);
+    }
+}
+
+impl GapSource for Memory {
+    fn holds_all(&self, disk: DiskId, blocks: Range<u64>) -> bool {
+        self.gaps().holds_all(disk, blocks)
+    }
+
+    fn copy_of(&self, disk: DiskId, block: u64) -> Option<[u8; BLOCK_BYTES]> {
+        self.gaps().copy_of(disk, block)
+    }
+
+    fn read_for_gap(&self, disk: DiskId, block: u64, bytes: &[u8; BLOCK_BYTES]) {
+        self.gaps().read_for_gap(disk, block, bytes);
+    }
+
+    fn gather(&self, disk: DiskId, block: u64) {
+        self.gaps().gather(disk, block);
     }
 }

@@ -46,7 +46,7 @@ impl Disk {
         gap.end - gap.start <= GAP_BYTES_MAX
             && all.end - all.start <= FILLED_BYTES_MAX
             && (gap.start | gap.end).is_multiple_of(BLOCK)
-            && self.recorder.joins_writes()
+            && self.recorder.fills_gaps()
             && !self.overlaps.changing(&blocks(gap))
             && self.image.is_allocated(gap.clone())
     }
@@ -81,7 +81,7 @@ impl Disk {
 
     /// Reads what is missing in the next gap that is wanted: one at a time, where nothing has to wait for it.
     pub(super) fn read_wanted(&mut self) {
-        if !self.recorder.joins_writes() {
+        if !self.recorder.fills_gaps() {
             self.wanted.clear();
         }
         if self.wanted.is_empty()
@@ -91,7 +91,7 @@ impl Disk {
             return;
         }
         let Some(gap) = self.wanted.pop_front() else { return };
-        blocks(&gap).for_each(|block| self.recorder.take_up(block));
+        blocks(&gap).for_each(|block| self.recorder.gather(block));
         let Some(missing) = self.missing(&gap) else { return };
         let bytes = (missing.end - missing.start) * BLOCK;
         let Some(slot) = self.pool.take(bytes as usize) else { return };
@@ -112,7 +112,7 @@ impl Disk {
             // SAFETY: the operation on the slot has ended, the slot is still ours, and the reference ends with this call.
             let data = unsafe { self.pool.bytes_mut(slot) };
             for (block, bytes) in self.reading.clone().zip(data.as_chunks().0) {
-                self.recorder.needed(block, bytes);
+                self.recorder.read_for_gap(block, bytes);
             }
         }
     }

@@ -12,7 +12,6 @@ use hearth_disk::buffer::BufferPool;
 use hearth_disk::image::{Format, Image, ImageOptions};
 use hearth_disk::server::{Backing, DiskOptions, Expected, Handle, Pause, Tracking, Worker};
 use hearth_disk::tag::Tagger;
-use hearth_disk::warm::WarmSource;
 use hearth_recovery::ember::Ember;
 use hearth_recovery::fast_remount::WarmSources;
 use hearth_recovery::incarnation::{Incarnation, discard_files};
@@ -118,13 +117,13 @@ impl World {
 
     pub(super) fn tracking(&self) -> Option<Tracking> {
         let tracking = warm_reboot::tracking(self.incarnation.as_ref()?, &self.tagger, &self.warm)?;
-        let memory: Arc<dyn WarmSource> = Arc::new(Memory {
-            inner: Arc::clone(&self.warm),
+        let memory = Memory {
+            inner: tracking.warm?,
             storage: Arc::clone(&self.storage),
             dead: Arc::clone(&self.dead),
             haunted: self.settings.haunted,
-        });
-        Some(Tracking { warm: Some(memory), ..tracking })
+        };
+        Some(Tracking { warm: Some(memory.for_disk()), ..tracking })
     }
 
     /// Runs the keeper's loop once, if anything wakes it.
