@@ -5,8 +5,8 @@
 //!     \________\_____________\____________\____|_______/___________/
 //!                            poller (epoll)
 //!                               |
-//!  wire -> connection -> queue -> ring, chain -> request -> disk -> transfer -> image / warm source / ledger
-//!                          \-> inflight                       \-> overlap
+//!  wire -> connection -> queue -> ring, chain -> request -> disk -> transfer -> image / warm memory / ledger
+//!                          \-> inflight
 //! ```
 //!
 //! One thread, so that a RAM hit is answered where the kick arrives (a hop between threads costs more than the hit),
@@ -25,8 +25,6 @@ mod fuzz;
 mod inflight;
 mod listener;
 mod memory;
-mod overlap;
-mod parked;
 mod peers;
 mod poller;
 mod queue;
@@ -34,7 +32,6 @@ mod recorder;
 mod region;
 mod request;
 mod ring;
-mod running;
 mod sigbus;
 mod signaller;
 mod transfer;

@@ -174,7 +174,7 @@ impl Worker {
         let engine = disk.notifier().try_clone_to_owned()?;
         Ok(Self {
             name,
-            peers: Peers::new(Arc::clone(&disk.counters.write_through)),
+            peers: Peers::new(Arc::clone(&disk.counters().write_through)),
             listener: Watched::new(&poller, listener, Source::Listener)?,
             listening: true,
             visitors: Visitors::new(expected),
@@ -227,12 +227,12 @@ impl Worker {
     pub fn turn(&mut self, at_most: Option<Duration>) -> io::Result<Pause> {
         let mut events = std::mem::take(&mut self.events);
         self.poller.wait(at_most, &mut events)?;
-        self.disk.counters.pulse.begin();
+        self.disk.counters().pulse.begin();
         events.drain(..).for_each(|event| self.note(event));
         self.events = events;
         let pause = self.work();
         self.settle();
-        self.disk.counters.pulse.end();
+        self.disk.counters().pulse.end();
         Ok(pause)
     }
 
@@ -380,16 +380,16 @@ impl Worker {
 
     fn serve(&mut self, Visitor { pid, stream }: Visitor) {
         self.next_connection = self.next_connection.wrapping_add(1);
-        let (id, ram) = (self.next_connection, self.disk.recorder.ram());
-        match Connection::new(id, pid, &self.name, stream, &self.poller, self.disk.device, ram) {
+        let (id, ram) = (self.next_connection, self.disk.ram());
+        match Connection::new(id, pid, &self.name, stream, &self.poller, self.disk.device(), ram) {
             Ok(mut connection) => {
                 connection.left = self.left.take();
-                connection.memory.set_gate(self.disk.gate.clone());
+                connection.memory.set_gate(self.disk.gate());
                 connection.memory.set_write_log(self.disk.write_log.clone());
                 tracing::debug!(disk = self.name, connection = id, pid, "QEMU connected");
                 self.peers.add(connection);
                 self.count_peers();
-                add(&self.disk.counters.connections, 1);
+                add(&self.disk.counters().connections, 1);
             }
             Err(error) => tracing::warn!(disk = self.name, %error, "cannot serve QEMU"),
         }
@@ -418,7 +418,7 @@ impl Worker {
             let heard = connection.handle_next();
             if let Some(at) = connection.stop_asked.take() {
                 let since_1970 = at.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
-                self.disk.counters.stop_asked_us.store(since_1970.as_micros() as u64, Ordering::Relaxed);
+                self.disk.counters().stop_asked_us.store(since_1970.as_micros() as u64, Ordering::Relaxed);
             }
             match heard {
                 Ok(true) => {
@@ -451,14 +451,14 @@ impl Worker {
     }
 
     fn set_write_through(&self, on: bool) {
-        self.disk.counters.write_through.store(on, Ordering::Relaxed);
+        self.disk.counters().write_through.store(on, Ordering::Relaxed);
     }
 
     fn count_peers(&mut self) {
         let has_spoken = !self.peers.is_empty() && self.peers.iter_mut().all(|connection| connection.has_spoken);
-        self.disk.counters.spoken.store(has_spoken, Ordering::Relaxed);
-        self.disk.counters.connected.store(!self.peers.is_empty(), Ordering::Relaxed);
-        self.disk.counters.successor.store(self.peers.has_waiting(), Ordering::Relaxed);
+        self.disk.counters().spoken.store(has_spoken, Ordering::Relaxed);
+        self.disk.counters().connected.store(!self.peers.is_empty(), Ordering::Relaxed);
+        self.disk.counters().successor.store(self.peers.has_waiting(), Ordering::Relaxed);
     }
 
     /// As [`DiskServer::attach`](super::DiskServer::attach). False: somebody is served.
@@ -525,7 +525,7 @@ impl Worker {
                 Command::Resize(reply) => drop(reply.send(self.resize())),
                 Command::Gate(gate, reply) => {
                     self.peers.iter_mut().for_each(|connection| connection.memory.set_gate(gate.clone()));
-                    self.disk.gate = gate;
+                    self.disk.set_gate(gate);
                     let _ = reply.send(());
                 }
                 Command::WriteLog(log, reply) => {
@@ -547,7 +547,7 @@ impl Worker {
     pub fn resize(&mut self) -> io::Result<u64> {
         let bytes = self.disk.resize()?;
         for connection in self.peers.iter_mut() {
-            if let Err(error) = connection.resized(self.disk.device) {
+            if let Err(error) = connection.resized(self.disk.device()) {
                 tracing::warn!(disk = self.name, %error, "the guest could not be told of the new size");
             }
         }

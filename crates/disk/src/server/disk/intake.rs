@@ -1,28 +1,60 @@
 //! Intake: requests come off the queues, are judged, and begin. Those that need memory which the guest has not been granted yet
 //! are parked.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
-use super::{Disk, JOBS_MAX, Job};
+use super::job::{Job, Origin};
+use super::parked::{Parked, Parking};
+use super::parts::Parts;
+use crate::gate::Gate;
+use crate::server::chain::Descriptor;
+use crate::server::config::Device;
 use crate::server::connection::Connection;
-use crate::server::counters::add;
-use crate::server::overlap::RequestId;
-use crate::server::parked::Parked;
-use crate::server::request::{Bounds, Kind, Refusal, Request, Status, parse};
-use crate::server::transfer;
+use crate::server::counters::{Counters, add};
+use crate::server::request::{Bounds, Kind, Refusal, Request, SERIAL_BYTES, Status, parse};
 
-/// Where a request came from, and when, if that is of interest.
-struct Place {
-    queue: u16,
-    head: u16,
-    taken: Option<Instant>,
-    /// Since when it had to wait for memory, if it had to.
-    parked: Option<Instant>,
+/// Requests that are looked after at a time; further ones stay in their queues. Much of what is done for one is done for all
+/// others that wait.
+const JOBS_MAX: usize = 4096;
+
+/// The device that the guest sees.
+pub struct Intake {
+    pub device: Device,
+    serial: [u8; SERIAL_BYTES],
+    read_only: bool,
+    /// Before the guest's memory, while that is short.
+    pub gate: Option<Gate>,
+    parking: Parking,
+    /// Reused, so that a request needs no allocation.
+    descriptors: Vec<Descriptor>,
 }
 
-impl Disk {
+impl Intake {
+    /// `serial` has at most as many bytes as the guest is shown.
+    pub fn new(device: Device, serial: &str, read_only: bool, gate: Option<Gate>) -> Self {
+        let mut shown = [0; SERIAL_BYTES];
+        let length = serial.len().min(SERIAL_BYTES);
+        shown[..length].copy_from_slice(&serial.as_bytes()[..length]);
+        Self { device, serial: shown, read_only, gate, parking: Parking::default(), descriptors: Vec::new() }
+    }
+
+    /// Whether no request waits for memory.
+    pub fn is_empty(&self) -> bool {
+        self.parking.is_empty()
+    }
+
+    /// Forgets what is parked for a connection.
+    pub fn abandon(&mut self, connection: u32) {
+        self.parking.abandon(connection);
+    }
+
+    /// When to ask for memory again, if anything waits for it.
+    pub fn wait(&mut self) -> Option<Duration> {
+        self.parking.wait()
+    }
+
     /// Takes requests off one queue, at most a queue's worth. True: there was something.
-    pub fn take_requests(&mut self, connection: &mut Connection, queue: u16) -> bool {
+    pub fn take(&mut self, parts: &mut Parts, connection: &mut Connection, queue: u16) -> bool {
         let Connection { memory, queues, .. } = connection;
         let Some(found) = queues.get_mut(usize::from(queue)).filter(|queue| queue.is_ready()) else { return false };
         if !found.may_answer(memory) {
@@ -32,137 +64,107 @@ impl Disk {
         found.begin_round(memory);
         let mut any = false;
         for _ in 0..self.device.queue_size {
-            if self.jobs.len() + self.parking.len() >= JOBS_MAX {
+            if parts.jobs.len() + self.parking.len() >= JOBS_MAX {
                 break;
             }
             let Some(taken) = connection.take(queue) else { break };
             any = true;
             if taken.resumed {
-                add(&self.counters.resumed, 1);
+                add(&parts.context.counters.resumed, 1);
             }
-            self.begin(connection, queue, taken.head, None);
+            let origin = Origin { connection: connection.id, queue, head: taken.head };
+            self.begin(parts, connection, origin, None);
         }
         any
     }
 
-    /// A request has come, or can go on that was parked: judges it and starts it.
-    pub(super) fn begin(&mut self, connection: &mut Connection, queue: u16, head: u16, parked: Option<Instant>) {
-        let taken = self.recorder.learns().then(|| parked.unwrap_or_else(|| self.clock.now()));
-        let clock = self.clock.clone();
-        let park = |connection| {
-            let taken = parked.or(taken).unwrap_or_else(|| clock.now());
-            Parked { connection, queue, head, taken }
-        };
-        self.descriptors.clear();
-        let found = &connection.queues[usize::from(queue)];
-        let walked = found.descriptors(head, &connection.memory, connection.agreed(), &mut self.descriptors);
-        if let Err(fault) = walked {
-            tracing::debug!(%fault, "a request of the guest has a broken chain of descriptors");
-            add(&self.counters.bad_requests, 1);
-            return connection.answer(queue, head, 0);
-        }
-        let bounds =
-            Bounds { bytes: self.image.bytes(), read_only: self.read_only, discard: self.image.supports_discard() };
-        let memory = &connection.memory;
-        let read = |address: u64, out: &mut [u8]| memory.read(address, out).is_ok();
-        match parse(&self.descriptors, bounds, &read, self.segments.pop().unwrap_or_default()) {
-            Ok(request) if all_mapped(&request, connection) => {
-                if self.gate.is_some() && !all_admitted(&request, connection) {
-                    self.parking.park(park(connection.id));
-                    return self.recycle(request);
-                }
-                self.start(connection, Place { queue, head, taken, parked }, request)
-            }
-            Ok(request) => {
-                let answer = Some((request.status, Status::IoError));
-                let reason = "its data is outside of guest memory";
-                self.refuse(connection, park(connection.id), Refusal { reason, answer });
-                self.recycle(request);
-            }
-            Err(refusal) => self.refuse(connection, park(connection.id), refusal),
+    /// Judges anew what waits for memory, and starts what has it now.
+    pub fn begin_parked(&mut self, parts: &mut Parts, connection: &mut Connection) {
+        for Parked { origin, taken } in self.parking.leave() {
+            self.begin(parts, connection, origin, Some(taken));
         }
     }
 
-    fn refuse(&mut self, connection: &mut Connection, request: Parked, refusal: Refusal) {
+    /// A request has come, or can go on that was parked: judges it and starts it.
+    fn begin(&mut self, parts: &mut Parts, connection: &mut Connection, origin: Origin, parked: Option<Instant>) {
+        let watched = parts.blocks.recorder.learns();
+        let taken = watched.then(|| parked.unwrap_or_else(|| parts.context.now()));
+        self.descriptors.clear();
+        let found = &connection.queues[usize::from(origin.queue)];
+        let walked = found.descriptors(origin.head, &connection.memory, connection.agreed(), &mut self.descriptors);
+        if let Err(fault) = walked {
+            tracing::debug!(%fault, "a request of the guest has a broken chain of descriptors");
+            add(&parts.context.counters.bad_requests, 1);
+            return connection.answer(origin.queue, origin.head, 0);
+        }
+        let image = &parts.operations.image;
+        let bounds = Bounds { bytes: image.bytes(), read_only: self.read_only, discard: image.supports_discard() };
+        let memory = &connection.memory;
+        let read = |address: u64, out: &mut [u8]| memory.read(address, out).is_ok();
+        let parsed = parse(&self.descriptors, bounds, &read, parts.jobs.segment_list());
+        let parked_at = |parts: &Parts| parked.or(taken).unwrap_or_else(|| parts.context.now());
+        match parsed {
+            Ok(request) if all_mapped(&request, connection) => {
+                if self.gate.is_some() && !all_admitted(&request, connection) {
+                    self.parking.park(Parked { origin, taken: parked_at(parts) });
+                    return parts.jobs.recycle(request);
+                }
+                count(&parts.context.counters, &request);
+                if request.kind == Kind::Identify {
+                    return self.identify(parts, connection, origin, request);
+                }
+                let flush_after = request.kind.changes_blocks() && connection.writes_through();
+                let job = Job { flush_after, taken, waits_since: parked, ..Job::new(origin, request) };
+                start(parts, connection, job);
+            }
+            Ok(request) => {
+                let answer = Some((request.status, Status::IoError));
+                let refusal = Refusal { reason: "its data is outside of guest memory", answer };
+                self.refuse(parts, connection, Parked { origin, taken: parked_at(parts) }, refusal);
+                parts.jobs.recycle(request);
+            }
+            Err(refusal) => self.refuse(parts, connection, Parked { origin, taken: parked_at(parts) }, refusal),
+        }
+    }
+
+    fn refuse(&mut self, parts: &Parts, connection: &mut Connection, request: Parked, refusal: Refusal) {
         if refusal.answer.is_some_and(|(address, _)| !connection.memory.admit(address, 1)) {
             return self.parking.park(request);
         }
         tracing::debug!(reason = refusal.reason, "a request of the guest is refused");
-        add(&self.counters.bad_requests, 1);
+        add(&parts.context.counters.bad_requests, 1);
         let written =
             refusal.answer.is_some_and(|(address, status)| connection.memory.write(address, &[status as u8]).is_ok());
-        connection.answer(request.queue, request.head, u32::from(written));
+        connection.answer(request.origin.queue, request.origin.head, u32::from(written));
     }
 
-    fn start(&mut self, connection: &mut Connection, place: Place, request: Request) {
-        let Place { queue, head, taken, parked } = place;
-        self.count(&request);
-        if request.kind == Kind::Identify {
-            return self.identify(connection, queue, head, request);
-        }
-        let changes = request.kind.changes_blocks();
-        let flush_after = changes && connection.writes_through();
-        let job = Job {
-            connection: connection.id,
-            queue,
-            head,
-            request,
-            next: 0,
-            run: 0..0,
-            admitted: false,
-            alone: false,
-            pending: 0,
-            status: Status::Ok,
-            flush_after,
-            taken,
-            waits_since: parked,
-            from_image: false,
-        };
-        let blocks = job.blocks();
-        let id = self.jobs.insert(job);
-        if changes {
-            // Before anything of it can reach the disk, and before a later read can ask for what was there.
-            self.recorder.void(blocks.clone());
-        }
-        self.overlaps.begin(id, blocks, changes);
-        self.go_on_or_wait(connection, id);
-    }
-
-    fn count(&self, request: &Request) {
-        let counter = match request.kind {
-            Kind::Read => &self.counters.reads,
-            Kind::Write => &self.counters.writes,
-            Kind::Flush => &self.counters.flushes,
-            Kind::Discard | Kind::WriteZeroes { .. } => &self.counters.discards,
-            Kind::Identify => return,
-        };
-        add(counter, 1);
-    }
-
-    fn identify(&mut self, connection: &mut Connection, queue: u16, head: u16, request: Request) {
+    fn identify(&self, parts: &mut Parts, connection: &mut Connection, origin: Origin, request: Request) {
         let serial = &self.serial[..request.bytes as usize];
-        let copied = transfer::deliver(&connection.memory, &mut self.recorder, &request, 0, serial, false);
-        self.recorder.commit();
+        let copied = parts.blocks.deliver_reply(&request, &connection.memory, serial);
         let status = if copied.is_ok() { Status::Ok } else { Status::IoError };
         let _ = connection.memory.write(request.status, &[status as u8]);
-        connection.answer(queue, head, request.bytes as u32 + 1);
-        self.recycle(request);
+        connection.answer(origin.queue, origin.head, request.bytes as u32 + 1);
+        parts.jobs.recycle(request);
     }
+}
 
-    /// Hits are served now whoever waits; misses queue up until all that has come is known, and behind those that wait
-    /// already. A flush is about what has ended, so it need not wait for those that have not begun.
-    fn go_on_or_wait(&mut self, connection: &mut Connection, id: RequestId) {
-        self.find_run(connection, id);
-        let is_flush = self.jobs.get(id).is_some_and(|job| job.request.kind == Kind::Flush);
-        let handed_over = is_flush && self.advance(connection, id).is_ok();
-        if handed_over || self.jobs.get(id).is_none_or(|job| job.all_handed_over()) {
-            return self.finish_if_done(Some(connection), id);
-        }
-        if let Some(job) = self.jobs.get_mut(id) {
-            job.waits_since = Some(self.clock.now());
-        }
-        self.waiting.push_back(id);
+fn start(parts: &mut Parts, connection: &mut Connection, job: Job) {
+    let id = parts.jobs.insert(job);
+    if let Some(job) = parts.jobs.get(id) {
+        parts.blocks.begin(id, job);
     }
+    parts.go_on_or_wait(connection, id);
+}
+
+fn count(counters: &Counters, request: &Request) {
+    let counter = match request.kind {
+        Kind::Read => &counters.reads,
+        Kind::Write => &counters.writes,
+        Kind::Flush => &counters.flushes,
+        Kind::Discard | Kind::WriteZeroes { .. } => &counters.discards,
+        Kind::Identify => return,
+    };
+    add(counter, 1);
 }
 
 /// Checked before anything is started, so that a half-mapped request changes nothing.
@@ -172,7 +174,7 @@ fn all_mapped(request: &Request, connection: &Connection) -> bool {
         && request.data.iter().all(|segment| memory.covers(segment.address, u64::from(segment.bytes)))
 }
 
-/// Is there memory for all that the answer will write?
+/// Whether there is memory for all that the answer will write.
 fn all_admitted(request: &Request, connection: &Connection) -> bool {
     let memory = &connection.memory;
     let into_guest = matches!(request.kind, Kind::Read | Kind::Identify);

@@ -3,14 +3,14 @@
 
 use std::time::{Duration, Instant};
 
+use super::job::Origin;
+
 /// How often memory is asked for again. Only while a request waits for it.
 pub const ASK_EVERY: Duration = Duration::from_millis(2);
 
 #[derive(Clone, Copy)]
 pub struct Parked {
-    pub connection: u32,
-    pub queue: u16,
-    pub head: u16,
+    pub origin: Origin,
     /// When it was taken off its queue.
     pub taken: Instant,
 }
@@ -46,7 +46,7 @@ impl Parking {
     }
 
     pub fn abandon(&mut self, connection: u32) {
-        self.requests.retain(|request| request.connection != connection);
+        self.requests.retain(|request| request.origin.connection != connection);
     }
 
     /// When to ask again.

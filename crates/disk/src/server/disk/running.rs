@@ -5,27 +5,27 @@ use std::time::Instant;
 
 use super::overlap::RequestId;
 use crate::buffer::Slot;
-use crate::engine::Operation;
+use crate::engine::{Operation, Submission};
 
 pub struct Running {
-    /// In the order of the disk. One, but where requests were joined.
+    /// In the order of the disk. One, unless requests were merged.
     pub parts: Vec<Part>,
     pub operation: Operation,
-    /// Of the disk: all of it.
+    /// All of its bytes on the disk.
     pub place: Range<u64>,
-    /// Of the disk: what a write carries between its parts, and nobody has asked for.
+    /// Bytes on the disk that a write carries between its parts, and that nobody has asked for.
     pub filled: Vec<Range<u64>>,
     /// When the engine was given it.
     pub begun: Instant,
-    /// It failed for want of space, and is tried again.
+    /// It failed because there was no space, and is tried again.
     pub waited_for_space: bool,
 }
 
-/// What of an operation is a request's.
+/// A request's share of an operation.
 #[derive(Clone, Copy)]
 pub struct Part {
     pub job: RequestId,
-    /// Of the request's data: where this part of it begins, and how long it is.
+    /// Where this part begins in the request's data, and how long it is.
     pub position: u64,
     pub bytes: u64,
     pub around: Around,
@@ -41,6 +41,16 @@ pub struct Around {
 }
 
 impl Running {
+    pub fn new(parts: Vec<Part>, operation: Operation, place: Range<u64>, begun: Instant) -> Self {
+        Self { parts, operation, place, filled: Vec::new(), begun, waited_for_space: false }
+    }
+
+    /// What the engine is told, if the operation has this place among those that run.
+    pub fn submission(&self, place: usize) -> Submission {
+        let offset = self.place.start;
+        Submission { token: place as u64, operation: self.operation, offset, bytes: self.place.end - offset }
+    }
+
     pub fn slot(&self) -> Option<Slot> {
         match self.operation {
             Operation::Read(slot) | Operation::Write(slot) => Some(slot),
@@ -48,18 +58,18 @@ impl Running {
         }
     }
 
-    /// Does what begins here follow on it, or lie in it?
+    /// Whether what begins at `start` follows on it, or lies in it.
     pub fn is_read_before(&self, start: u64, gap_max: u64) -> bool {
         let Range { start: own, end } = self.place;
         matches!(self.operation, Operation::Read(_)) && own <= start && start <= end + gap_max
     }
 
-    /// Nobody has asked for it.
+    /// Whether the disk reads it for itself, and nobody has asked for it.
     pub fn is_own(&self) -> bool {
         self.parts.is_empty()
     }
 
-    /// Does it change what is on the disk?
+    /// Whether it changes what is on the disk.
     pub fn changes_blocks(&self) -> bool {
         !matches!(self.operation, Operation::Read(_) | Operation::Flush)
     }
