@@ -416,11 +416,6 @@ pub struct DiskStatus {
     pub flushes_spared: u64,
     /// Discard and write-zeroes requests.
     pub discards: u64,
-    /// Gaps between writes that were filled from memory during boot, to merge the writes.
-    #[serde(default)]
-    pub gaps_filled: u64,
-    #[serde(default)]
-    pub gap_bytes: u64,
     /// Bytes read by the guest that came from memory.
     pub read_warm_bytes: u64,
     /// Bytes read by the guest that came from the image.

@@ -70,21 +70,6 @@ pub trait RequestObserver: Send + Sync {
     fn written(&self, disk: DiskId, block: u64, start: usize, bytes: &[u8], request_bytes: u64);
 }
 
-/// Memory with which the gaps between waiting writes are filled, so that they are one operation. Used while the observer learns.
-pub trait GapSource: Send + Sync {
-    /// Whether all of these blocks are held.
-    fn holds_all(&self, disk: DiskId, blocks: Range<u64>) -> bool;
-
-    /// A copy of a block that is held, if its bytes carry the right tag: they are on the disk now.
-    fn copy_of(&self, disk: DiskId, block: u64) -> Option<[u8; BLOCK_BYTES]>;
-
-    /// The block was missing in a gap and has been read from the image: it holds these bytes.
-    fn read_for_gap(&self, disk: DiskId, block: u64, bytes: &[u8; BLOCK_BYTES]);
-
-    /// The block is missing in a gap. What other memory holds of it spares a read of the image.
-    fn gather(&self, disk: DiskId, block: u64);
-}
-
 /// Host memory beside a disk, by its roles.
 #[derive(Clone)]
 pub struct WarmMemory {
@@ -92,18 +77,16 @@ pub struct WarmMemory {
     pub source: Arc<dyn WarmSource>,
     /// Learns from requests. `None` if nothing does.
     pub observer: Option<Arc<dyn RequestObserver>>,
-    /// Fills gaps between writes. `None` if they are left alone.
-    pub gaps: Option<Arc<dyn GapSource>>,
 }
 
 impl WarmMemory {
     /// Memory that only answers reads.
     pub fn only_serving(source: Arc<dyn WarmSource>) -> Self {
-        Self { source, observer: None, gaps: None }
+        Self { source, observer: None }
     }
 
-    /// One memory in all roles.
-    pub fn in_all_roles<T: WarmSource + RequestObserver + GapSource + 'static>(memory: Arc<T>) -> Self {
-        Self { source: memory.clone(), observer: Some(memory.clone()), gaps: Some(memory) }
+    /// One memory in both roles.
+    pub fn in_both_roles<T: WarmSource + RequestObserver + 'static>(memory: Arc<T>) -> Self {
+        Self { source: memory.clone(), observer: Some(memory) }
     }
 }

@@ -130,7 +130,7 @@ fn what_waited_for_memory_was_not_answered_in_line() {
         let ledger = Ledger::create(&place.folder.path().join("ledger"), 8192).unwrap();
         let set = BootSet::open(place.folder.path(), 1 << 20, Tagger::new(b"a key like noise")).unwrap();
         let set = found.insert(Arc::new(set)).clone();
-        Some(Guest::tracking(ram, &Arc::new(Mutex::new(ledger)), Some(WarmMemory::in_all_roles(set))))
+        Some(Guest::tracking(ram, &Arc::new(Mutex::new(ledger)), Some(WarmMemory::in_both_roles(set))))
     });
     let set = found.unwrap();
     set.begin();

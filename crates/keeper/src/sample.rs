@@ -157,8 +157,6 @@ fn disk() -> DiskStatus {
         writes: 300,
         flushes: 4,
         flushes_spared: 1,
-        gaps_filled: 2,
-        gap_bytes: 192 << 10,
         discards: 1,
         read_warm_bytes: 4 << 20,
         read_image_bytes: 1 << 20,

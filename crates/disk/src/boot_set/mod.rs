@@ -27,7 +27,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use crate::block::{BLOCK_BYTES, DiskId};
 use crate::ledger::{Ledger, LedgerError};
 use crate::tag::{Tag, Tagger};
-use crate::warm::{AfterServing, Answered, GapSource, RequestObserver, WarmSource};
+use crate::warm::{AfterServing, Answered, RequestObserver, WarmSource};
 
 mod carry;
 mod heat;
@@ -402,29 +402,4 @@ impl RequestObserver for BootSet {
             state.keep_written(key, &page, tag, known);
         }
     }
-}
-
-impl GapSource for BootSet {
-    fn holds_all(&self, disk: DiskId, mut blocks: Range<u64>) -> bool {
-        let state = self.lock();
-        blocks.all(|block| state.holds((disk, block)))
-    }
-
-    fn copy_of(&self, disk: DiskId, block: u64) -> Option<[u8; BLOCK_BYTES]> {
-        let bytes = BootSet::copy_of(self, disk, block)?;
-        if self.is_learning() {
-            self.lock().touch((disk, block));
-        }
-        Some(bytes)
-    }
-
-    fn read_for_gap(&self, disk: DiskId, block: u64, bytes: &[u8; BLOCK_BYTES]) {
-        let (mut state, key) = (self.lock(), (disk, block));
-        if self.is_learning() && !state.holds(key) && state.admit(key, Some(bytes)).is_some() {
-            state.hold(key, bytes, self.tagger.tag(bytes));
-        }
-    }
-
-    /// A boot set knows of no other memory.
-    fn gather(&self, _disk: DiskId, _block: u64) {}
 }

@@ -7,7 +7,6 @@
 
 use std::fs::{self, File};
 use std::io;
-use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
@@ -220,15 +219,6 @@ impl Image {
         match &self.contents {
             Contents::Raw(raw) => raw.optimal_io_bytes(),
             Contents::Qcow2(qcow2) => qcow2.cluster_bytes(),
-        }
-    }
-
-    /// Is there surely a place for all of these bytes, so that writing what they hold takes no more room? Of a format with
-    /// tables that is not looked up.
-    pub fn is_allocated(&self, bytes: Range<u64>) -> bool {
-        match &self.contents {
-            Contents::Raw(raw) => raw.is_allocated(bytes),
-            Contents::Qcow2(_) => false,
         }
     }
 

@@ -2,13 +2,12 @@
 
 use std::fs::{self, File};
 use std::io;
-use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 
-use rustix::fs::{FallocateFlags, Mode, OFlags, SeekFrom, fallocate, open, seek};
+use rustix::fs::{FallocateFlags, Mode, OFlags, fallocate, open};
 
 use super::frozen::{FrozenImage, Guard};
 use super::guarded::{GuardedEngine, Witness};
@@ -90,14 +89,6 @@ impl RawImage {
 
     pub(super) fn supports_discard(&self) -> bool {
         !self.target.read_only && *self.supports_discard.get_or_init(|| supports_discard(&self.target, &self.path))
-    }
-
-    /// A block device does not tell: all of it is.
-    pub(super) fn is_allocated(&self, bytes: Range<u64>) -> bool {
-        let file = &self.target.file;
-        bytes.end <= self.bytes
-            && (self.target.device_sector_bytes.is_some()
-                || seek(file, SeekFrom::Hole(bytes.start)).is_ok_and(|hole| hole >= bytes.end))
     }
 
     pub(super) fn refresh_bytes(&mut self) -> io::Result<u64> {

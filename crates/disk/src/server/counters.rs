@@ -28,9 +28,6 @@ pub struct DiskCounters {
     /// Answered by the image.
     pub bytes_read_image: u64,
     pub bytes_written: u64,
-    /// Gaps between writes that were written too, so that both are one operation, and how long they were.
-    pub gaps_filled: u64,
-    pub gap_bytes: u64,
     /// Operations that the image refused or failed.
     pub io_errors: u64,
     /// Operations that wait until the image's file system has space again.
@@ -87,8 +84,6 @@ counters!(
     bytes_read_warm,
     bytes_read_image,
     bytes_written,
-    gaps_filled,
-    gap_bytes,
     io_errors,
     waiting_for_space,
     bad_requests,

@@ -10,7 +10,7 @@ use super::memory::FileIdentity;
 use crate::block::{BLOCK_BYTES, DiskId, RamPage};
 use crate::ledger::Ledger;
 use crate::tag::{Tag, Tagger};
-use crate::warm::{AfterServing, Answered, GapSource, RequestObserver, WarmMemory};
+use crate::warm::{AfterServing, Answered, RequestObserver, WarmMemory};
 
 /// Follows the blocks of one incarnation. Only guest pages inside the file with this identity are recorded.
 #[derive(Clone)]
@@ -74,35 +74,6 @@ impl Recorder {
         self.observer().is_some_and(|observer| observer.wants(bytes))
     }
 
-    /// Does memory hold all of these blocks, for `copy_of`?
-    pub fn holds_all(&self, blocks: Range<u64>) -> bool {
-        self.gaps().is_some_and(|gaps| gaps.holds_all(self.disk, blocks))
-    }
-
-    /// What is on the disk now, from memory.
-    pub fn copy_of(&self, block: u64) -> Option<[u8; BLOCK_BYTES]> {
-        self.gaps()?.copy_of(self.disk, block)
-    }
-
-    /// The block was missing in a gap, and was read for that: it holds these bytes.
-    pub fn read_for_gap(&self, block: u64, bytes: &[u8; BLOCK_BYTES]) {
-        if let Some(gaps) = self.gaps() {
-            gaps.read_for_gap(self.disk, block, bytes);
-        }
-    }
-
-    /// The block is missing in a gap: memory that holds it for others may spare a read.
-    pub fn gather(&self, block: u64) {
-        if let Some(gaps) = self.gaps() {
-            gaps.gather(self.disk, block);
-        }
-    }
-
-    /// Whether gaps between writes are filled.
-    pub fn fills_gaps(&self) -> bool {
-        self.gaps().is_some() && self.learns()
-    }
-
     /// Whether it is noted how soon a read was answered.
     pub fn learns(&self) -> bool {
         self.observer().is_some_and(|observer| observer.learns())
@@ -142,10 +113,6 @@ impl Recorder {
 
     fn observer(&self) -> Option<&dyn RequestObserver> {
         self.warm()?.observer.as_deref()
-    }
-
-    fn gaps(&self) -> Option<&dyn GapSource> {
-        self.warm()?.gaps.as_deref()
     }
 
     /// The page holds the block, and the block has this tag.

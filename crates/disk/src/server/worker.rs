@@ -412,7 +412,7 @@ impl Worker {
             return self.lost(id, WireError::Closed.into());
         }
         for _ in 0..ROUNDS_MAX {
-            let may_start = self.peers.may_start(id, self.disk.serves_nobody());
+            let may_start = self.peers.may_start(id, self.disk.is_idle());
             let Some(connection) = self.peers.get(id) else { return };
             connection.may_start = may_start;
             let heard = connection.handle_next();

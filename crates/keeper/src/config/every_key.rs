@@ -58,7 +58,6 @@ const FILES: [&str; 4] = [
         ready_after = "3m"
         persist = true
         persist_file = "boot-set"
-        join_writes = false
         [remount.ready]
         unit = "web.service"
         [object_store]

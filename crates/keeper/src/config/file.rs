@@ -189,9 +189,6 @@ fields! {
         persist_file: String = Host, AtTakeOver, Path, "`/var/lib/hearth/NAME/boot-set`", r#""/srv/web.boot-set""#,
             "File for the saved blocks; only with `persist`. Default without root: \
              `$XDG_STATE_HOME/hearth/NAME/boot-set`.";
-        join_writes: bool = Guest, AtTakeOver, Boolean, "`true`", "false",
-            "Whether to merge waiting writes during boot across gaps whose content is in memory. This helps disks that \
-             limit operations.";
         ;
         ready: Option<ReadySection>,
     }

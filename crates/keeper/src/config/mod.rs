@@ -173,8 +173,6 @@ pub struct RemountConfig {
     pub ready_sign: Option<ReadySign>,
     /// File that keeps the boot set while the machine is stopped. None: it is dropped.
     pub persist_file: Option<PathBuf>,
-    /// Whether waiting writes are merged during boot.
-    pub join_writes: bool,
 }
 
 /// Readiness probe: what shows that a boot has finished.

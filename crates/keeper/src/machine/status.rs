@@ -117,8 +117,6 @@ fn disk_status(config: &DiskConfig, server: &DiskServer) -> DiskStatus {
         writes: counters.writes,
         flushes: counters.flushes,
         flushes_spared: counters.flushes_spared,
-        gaps_filled: counters.gaps_filled,
-        gap_bytes: counters.gap_bytes,
         discards: counters.discards,
         read_warm_bytes: counters.bytes_read_warm,
         read_image_bytes: counters.bytes_read_image,

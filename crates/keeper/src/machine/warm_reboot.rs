@@ -37,8 +37,7 @@ impl WarmReboot {
         let tagger = context.folders.tagger()?;
         let ember = Arc::new(Ember::new(folder, tagger.clone()));
         let boot_set = open_boot_set(context, &tagger)?;
-        let join_writes = config.remount.as_ref().is_some_and(|remount| remount.join_writes);
-        let sources = Arc::new(WarmSources { ember: ember.clone(), boot_set: boot_set.clone(), join_writes });
+        let sources = Arc::new(WarmSources { ember: ember.clone(), boot_set: boot_set.clone() });
         let budget = budget(config);
         let tell = context.outside.tell.clone();
         let monitor = MemoryMonitor::start(&config.name, budget, ember.clone(), boot_set, move |message| {

@@ -12,7 +12,7 @@ use std::sync::Arc;
 use hearth_disk::block::{BLOCK_BYTES, DiskId};
 use hearth_disk::boot_set::BootSet;
 use hearth_disk::tag::Tag;
-use hearth_disk::warm::{AfterServing, GapSource, RequestObserver, WarmMemory, WarmSource};
+use hearth_disk::warm::{AfterServing, RequestObserver, WarmMemory, WarmSource};
 
 use crate::ember::Ember;
 use crate::incarnation::{Incarnation, lock};
@@ -25,19 +25,13 @@ pub struct WarmSources {
     pub ember: Arc<Ember>,
     /// `None` if the machine has no `[remount]`.
     pub boot_set: Option<Arc<BootSet>>,
-    /// Merge the guest's writes into fewer operations while it boots.
-    pub join_writes: bool,
 }
 
 impl WarmSources {
     /// This memory, for a disk.
     pub fn for_disk(self: &Arc<Self>) -> WarmMemory {
-        let fills_gaps = self.join_writes && self.boot_set.is_some();
-        WarmMemory {
-            source: self.clone(),
-            observer: self.boot_set.clone().map(|boot_set| boot_set as Arc<dyn RequestObserver>),
-            gaps: fills_gaps.then(|| self.clone() as Arc<dyn GapSource>),
-        }
+        let observer = self.boot_set.clone().map(|boot_set| boot_set as Arc<dyn RequestObserver>);
+        WarmMemory { source: self.clone(), observer }
     }
 
     /// Removes the boot set's blocks from a dead incarnation that is about to become ember, so that none is kept twice.
@@ -89,33 +83,6 @@ impl WarmSource for WarmSources {
     }
 }
 
-impl GapSource for WarmSources {
-    fn holds_all(&self, disk: DiskId, blocks: Range<u64>) -> bool {
-        self.boot_set.as_ref().is_some_and(|set| set.holds_all(disk, blocks))
-    }
-
-    fn copy_of(&self, disk: DiskId, block: u64) -> Option<[u8; BLOCK_BYTES]> {
-        self.boot_set.as_ref()?.copy_of(disk, block)
-    }
-
-    fn read_for_gap(&self, disk: DiskId, block: u64, bytes: &[u8; BLOCK_BYTES]) {
-        if let Some(boot_set) = &self.boot_set {
-            boot_set.read_for_gap(disk, block, bytes);
-            if boot_set.holds_all(disk, block..block + 1) {
-                self.ember.forget(disk, block..block + 1);
-            }
-        }
-    }
-
-    fn gather(&self, disk: DiskId, block: u64) {
-        let Some(boot_set) = &self.boot_set else { return };
-        if !boot_set.holds_all(disk, block..block + 1) && boot_set.has_room_for(disk, block) {
-            let take = &mut |bytes: &[u8; BLOCK_BYTES]| boot_set.read_for_gap(disk, block, bytes);
-            self.ember.serve(disk, block, AfterServing::Release, take);
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use std::fs::File;
@@ -134,7 +101,7 @@ mod tests {
         let tagger = Tagger::new(b"a key like noise");
         let ember = Arc::new(Ember::new(folder, tagger.clone()));
         let boot_set = Some(Arc::new(BootSet::open(folder, 1 << 20, tagger.clone()).unwrap()));
-        let sources = WarmSources { ember, boot_set, join_writes: true };
+        let sources = WarmSources { ember, boot_set };
         let dead = Incarnation::create(folder, 1, RAM_BYTES, true).unwrap();
         let ram = File::options().write(true).open(dead.ram.path()).unwrap();
         for page in 0..10_u8 {
@@ -171,19 +138,6 @@ mod tests {
         sources.part(&dead);
         let left: Vec<u64> = lock(&ledger).entries().map(|entry| entry.block).collect();
         assert_eq!(left, [0, 2]);
-    }
-
-    #[test]
-    fn gap_fill_holds_no_block_twice() {
-        let folder = tempfile::tempdir_in("/dev/shm").unwrap();
-        let sources = sources(folder.path());
-        sources.gather(DISK, 4);
-        assert_eq!((sources.holds_all(DISK, 4..5), sources.ember.counts().remaining), (false, 10), "no boot needs it");
-        sources.boot_set.as_ref().unwrap().begin();
-        [4, 20].into_iter().for_each(|block| sources.gather(DISK, block));
-        assert_eq!((sources.copy_of(DISK, 4), sources.ember.counts().remaining), (Some([5; BLOCK_BYTES]), 9));
-        sources.read_for_gap(DISK, 5, &[6; BLOCK_BYTES]);
-        assert_eq!((sources.copy_of(DISK, 5), sources.ember.counts().remaining), (Some([6; BLOCK_BYTES]), 8));
     }
 
     #[test]

@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex};
 use hearth_disk::block::{BLOCK_BYTES, DiskId};
 use hearth_disk::ledger::Ledger;
 use hearth_disk::tag::Tag;
-use hearth_disk::warm::{AfterServing, Answered, GapSource, RequestObserver, WarmMemory, WarmSource};
+use hearth_disk::warm::{AfterServing, Answered, RequestObserver, WarmMemory, WarmSource};
 
 use crate::storage::{BLOCK, Shared, burn};
 
@@ -30,21 +30,13 @@ pub struct Memory {
 impl Memory {
     /// Itself, in the roles of the memory behind it.
     pub fn for_disk(self) -> WarmMemory {
-        let (observes, fills_gaps) = (self.inner.observer.is_some(), self.inner.gaps.is_some());
-        let all = WarmMemory::in_all_roles(Arc::new(self));
-        WarmMemory {
-            observer: all.observer.filter(|_| observes),
-            gaps: all.gaps.filter(|_| fills_gaps),
-            source: all.source,
-        }
+        let observes = self.inner.observer.is_some();
+        let WarmMemory { source, observer } = WarmMemory::in_both_roles(Arc::new(self));
+        WarmMemory { source, observer: observer.filter(|_| observes) }
     }
 
     fn observer(&self) -> &dyn RequestObserver {
         self.inner.observer.as_deref().expect("it is in this role only if the inner one is")
-    }
-
-    fn gaps(&self) -> &dyn GapSource {
-        self.inner.gaps.as_deref().expect("it is in this role only if the inner one is")
     }
 
     /// Where the block lies in dead memory.
@@ -110,23 +102,5 @@ impl RequestObserver for Memory {
     fn written(&self, disk: DiskId, block: u64, start: usize, bytes: &[u8], request_bytes: u64) {
         burn(&self.storage);
         self.observer().written(disk, block, start, bytes, request_bytes);
-    }
-}
-
-impl GapSource for Memory {
-    fn holds_all(&self, disk: DiskId, blocks: Range<u64>) -> bool {
-        self.gaps().holds_all(disk, blocks)
-    }
-
-    fn copy_of(&self, disk: DiskId, block: u64) -> Option<[u8; BLOCK_BYTES]> {
-        self.gaps().copy_of(disk, block)
-    }
-
-    fn read_for_gap(&self, disk: DiskId, block: u64, bytes: &[u8; BLOCK_BYTES]) {
-        self.gaps().read_for_gap(disk, block, bytes);
-    }
-
-    fn gather(&self, disk: DiskId, block: u64) {
-        self.gaps().gather(disk, block);
     }
 }

@@ -61,12 +61,6 @@ impl Parts {
         let now = self.context.now();
         let Some(running) = self.operations.end(&self.context, &completion, now, stopping) else { return };
         self.schedule.hold_back.note_time(&running, now);
-        if let Some(slot) = running.slot().filter(|_| running.is_own()) {
-            // SAFETY: the operation on the slot has ended, the slot is still ours, and the reference ends with this block.
-            let data = unsafe { self.operations.pool.bytes_mut(slot) };
-            let data = completion.result.is_ok().then_some(&*data);
-            self.schedule.gaps.was_read(&mut self.blocks, data);
-        }
         match completion.result {
             Err(error) => self.fail(connection.as_deref_mut(), &running, &error),
             Ok(()) => running.parts.iter().for_each(|part| self.end(connection.as_deref(), &running, part)),

@@ -1,5 +1,5 @@
 //! Dispatch: requests on their way to the image. Hits are served, misses become runs, and runs go to the engine as slots and
-//! limits allow, together with those of other requests that wait beside them (`schedule::merge`).
+//! limits allow, reads together with others that wait beside them (`schedule::merge`).
 
 use std::ops::Range;
 use std::time::Duration;
@@ -9,13 +9,12 @@ use super::overlap::RequestId;
 use super::parts::Parts;
 use super::running::{Around, Part, Running};
 use super::schedule::Stall;
-use super::schedule::gaps::{self, meet, meets_filled};
 use super::schedule::hold_back::HeldBack;
 use super::schedule::merge::{self, Share};
 use crate::buffer::Slot;
 use crate::engine::Operation;
-use crate::server::connection::{Connection, Stop};
-use crate::server::request::{Kind, Status};
+use crate::server::connection::Connection;
+use crate::server::request::Kind;
 use crate::server::transfer;
 
 impl Parts {
@@ -42,12 +41,9 @@ impl Parts {
         } else {
             self.schedule.held_back(self.view(), self.context.now())
         };
-        let mut passed: Vec<Range<u64>> = Vec::new();
         let (mut at, mut wait) = (0, held_back.wait);
         while let Some(&id) = self.schedule.waiting.get(at) {
-            let place = self.jobs.get(id).map_or(0..0, Job::place);
-            let comes_later = passed.iter().any(|passed| meet(passed, &place));
-            if comes_later || held_back.requests.contains(&id) {
+            if held_back.requests.contains(&id) {
                 at += 1;
                 continue;
             }
@@ -58,10 +54,6 @@ impl Parts {
                     at = waiting.iter().position(|&waiting| waiting == id).expect("it leaves the queue here");
                     waiting.remove(at);
                     self.finish_if_done(Some(connection), id);
-                }
-                Err(Stall::Filled) => {
-                    passed.push(place);
-                    at += 1;
                 }
                 Err(Stall::Busy) => return wait,
                 Err(Stall::Limited(limited)) => {
@@ -77,15 +69,6 @@ impl Parts {
         wait
     }
 
-    /// Reads what is missing in the next gap, for the next boot.
-    pub fn read_gaps(&mut self) {
-        let Self { context, blocks, schedule, operations, .. } = self;
-        let admit = |bytes| schedule.admission.admit(context, bytes, None).is_ok();
-        if let Some((read, place)) = schedule.gaps.next_read(blocks, operations, admit) {
-            self.start(Vec::new(), read, Vec::new(), place);
-        }
-    }
-
     /// Hands over to the engine as much of a request as possible.
     fn advance(&mut self, connection: &mut Connection, id: RequestId) -> Result<(), Stall> {
         loop {
@@ -95,8 +78,6 @@ impl Parts {
             }
             if job.run.is_empty() {
                 self.find_run(connection, id);
-            } else if job.request.kind.changes_blocks() && meets_filled(&self.operations, &job.place()) {
-                return Err(Stall::Filled);
             } else if !self.hand_over_merged(connection, id)? {
                 self.admit(connection, id)?;
                 self.hand_over(connection, id)?;
@@ -151,7 +132,7 @@ impl Parts {
                     Kind::WriteZeroes { unmap } => Operation::WriteZeroes { unmap },
                     Kind::Read | Kind::Write | Kind::Identify => unreachable!("these have data"),
                 };
-                self.start(vec![Part::without_data(id)], operation, Vec::new(), place);
+                self.start(vec![Part::without_data(id)], operation, place);
                 return Ok(());
             }
             let (offset, left) = (job.request.offset + job.run.start, job.run.end - job.run.start);
@@ -188,16 +169,15 @@ impl Parts {
         };
         let part = Part { job: id, position, bytes, around, start: around.before };
         let start = offset - around.before;
-        self.start(vec![part], operation, Vec::new(), start..start + around.with(bytes));
+        self.start(vec![part], operation, start..start + around.with(bytes));
     }
 
-    /// Hands over what the image has to do for this request, if others that wait can go with it. False: none can.
-    fn hand_over_merged(&mut self, connection: &mut Connection, id: RequestId) -> Result<bool, Stall> {
+    /// Hands over what the image has to do for this read, if others that wait can go with it. False: none can.
+    fn hand_over_merged(&mut self, connection: &Connection, id: RequestId) -> Result<bool, Stall> {
         if self.operations.is_full() {
             return Err(Stall::Busy);
         }
-        let (shares, missing) = merge::neighbours(self.view(), &self.schedule.waiting, id);
-        self.schedule.gaps.want(missing);
+        let shares = merge::neighbours(self.view(), &self.schedule.waiting, id);
         let (Some(first), Some(end)) = (shares.first(), shares.iter().map(|share| share.bytes.end).max()) else {
             return Ok(false);
         };
@@ -207,12 +187,6 @@ impl Parts {
         let all = first.bytes.start..end;
         let bytes = all.end - all.start;
         let slot = self.operations.pool.take(bytes as usize).ok_or(Stall::Busy)?;
-        let is_write = self.jobs.get(id).is_some_and(|job| job.request.kind == Kind::Write);
-        let gaps = if is_write { merge::gaps(&shares) } else { Vec::new() };
-        if !gaps::fill(self.view(), &gaps, slot, all.start) {
-            self.operations.pool.give_back(slot);
-            return Ok(false);
-        }
         let stop = self.jobs.get(id).and_then(|job| connection.stop_of(job.origin.queue));
         if let Err(wait) = self.schedule.admission.admit(&self.context, bytes, stop) {
             self.operations.pool.give_back(slot);
@@ -221,11 +195,6 @@ impl Parts {
         let place =
             |share: &Share| Part { start: share.bytes.start + share.part.around.before - all.start, ..share.part };
         let parts: Vec<Part> = shares.iter().map(place).collect();
-        if is_write && let Some(lost) = self.fetch(connection, slot, &parts) {
-            self.operations.pool.give_back(slot);
-            self.data_is_nowhere(connection, lost, id);
-            return Ok(true);
-        }
         for part in &parts {
             if let Some(job) = self.jobs.get_mut(part.job) {
                 job.run.start = job.run.end;
@@ -234,38 +203,13 @@ impl Parts {
         }
         // `go_on` takes this one off the queue.
         self.schedule.waiting.retain(|&waiting| waiting == id || parts.iter().all(|part| part.job != waiting));
-        let operation = if is_write { Operation::Write(slot) } else { Operation::Read(slot) };
-        gaps::count_filled(&self.context.counters, &gaps);
-        self.start(parts, operation, gaps, all);
+        self.start(parts, Operation::Read(slot), all);
         Ok(true)
     }
 
-    /// Copies the data of writes that go together from the guest's memory. Returns the first one whose data cannot be read.
-    fn fetch(&self, connection: &Connection, slot: Slot, parts: &[Part]) -> Option<RequestId> {
-        // SAFETY: the slot was just taken, nothing is in flight on it, and the reference ends with the copies.
-        let buffer = unsafe { self.operations.pool.bytes_mut(slot) };
-        let lost = parts.iter().find(|part| {
-            let copied = self.jobs.get(part.job).map(|job| {
-                transfer::fetch(&connection.memory, &job.request, part.position, &mut buffer[part.own_bytes()])
-            });
-            !matches!(copied, Some(Ok(())))
-        });
-        lost.map(|part| part.job)
-    }
-
-    /// The data of a write cannot be read from guest memory. It goes no further; `front` is finished by `go_on`.
-    fn data_is_nowhere(&mut self, connection: &mut Connection, id: RequestId, front: RequestId) {
-        let Some(job) = self.jobs.get_mut(id) else { return };
-        job.fail();
-        if id != front {
-            self.schedule.withdraw(id);
-            self.finish_if_done(Some(connection), id);
-        }
-    }
-
     /// Gives the engine an operation on these bytes of the disk.
-    fn start(&mut self, parts: Vec<Part>, operation: Operation, filled: Vec<Range<u64>>, bytes: Range<u64>) {
-        let running = Running { filled, ..Running::new(parts, operation, bytes, self.context.now()) };
+    fn start(&mut self, parts: Vec<Part>, operation: Operation, bytes: Range<u64>) {
+        let running = Running::new(parts, operation, bytes, self.context.now());
         self.operations.start(&mut self.jobs, running);
     }
 }

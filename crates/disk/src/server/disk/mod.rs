@@ -4,7 +4,7 @@
 //! |---|---|---|
 //! | speaks virtio | `intake` | the device that the guest sees, requests that wait for guest memory (`parked`) |
 //! | asks memory | `blocks` | ledger and warm memory (`recorder`), requests that meet on the disk (`overlap`) |
-//! | schedules | `schedule` | requests that wait, limits, merging, gaps |
+//! | schedules | `schedule` | requests that wait, limits, merging of reads |
 //! | has an image | `operations` | image, engine, what it was given (`running`), flushes, tries when there is no space |
 //!
 //! taken (`intake`) -> what it changes is void, hits answered in line (`blocks`) -> misses wait (`schedule`) -> `dispatch` ->
@@ -130,12 +130,8 @@ impl Disk {
     pub fn pump(&mut self, connection: &mut Connection) -> Option<Duration> {
         self.intake.begin_parked(&mut self.parts, connection);
         let limited = self.parts.go_on(connection);
-        let stopping = connection.is_waiting();
-        if !stopping {
-            self.parts.read_gaps();
-        }
         let Parts { operations, context, .. } = &mut self.parts;
-        let kept = operations.try_kept(context, stopping);
+        let kept = operations.try_kept(context, connection.is_waiting());
         limited.into_iter().chain(self.intake.wait()).chain(kept).min()
     }
 
@@ -151,17 +147,12 @@ impl Disk {
 
     /// Whether nothing is in flight towards the image, and no request waits for it.
     pub fn is_idle(&self) -> bool {
-        self.parts.operations.is_empty() && self.serves_nobody()
-    }
-
-    /// Whether no request of a guest is in flight. What the disk reads for itself changes nothing and is answered to nobody.
-    pub fn serves_nobody(&self) -> bool {
-        self.parts.jobs.is_empty() && self.intake.is_empty()
+        self.parts.operations.is_empty() && self.parts.jobs.is_empty() && self.intake.is_empty()
     }
 
     /// The image as it is now, on its way into another file. `None`: something is in flight, and would be half in it.
     pub fn freeze(&self, target: File) -> Option<io::Result<Arc<FrozenImage>>> {
-        self.serves_nobody().then(|| self.parts.operations.image.freeze(target))
+        self.is_idle().then(|| self.parts.operations.image.freeze(target))
     }
 
     /// Sets what the next connection's requests are recorded in.

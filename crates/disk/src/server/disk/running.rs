@@ -13,8 +13,6 @@ pub struct Running {
     pub operation: Operation,
     /// All of its bytes on the disk.
     pub place: Range<u64>,
-    /// Bytes on the disk that a write carries between its parts, and that nobody has asked for.
-    pub filled: Vec<Range<u64>>,
     /// When the engine was given it.
     pub begun: Instant,
     /// It failed because there was no space, and is tried again.
@@ -42,7 +40,7 @@ pub struct Around {
 
 impl Running {
     pub fn new(parts: Vec<Part>, operation: Operation, place: Range<u64>, begun: Instant) -> Self {
-        Self { parts, operation, place, filled: Vec::new(), begun, waited_for_space: false }
+        Self { parts, operation, place, begun, waited_for_space: false }
     }
 
     /// What the engine is told, if the operation has this place among those that run.
@@ -62,11 +60,6 @@ impl Running {
     pub fn is_read_before(&self, start: u64, gap_max: u64) -> bool {
         let Range { start: own, end } = self.place;
         matches!(self.operation, Operation::Read(_)) && own <= start && start <= end + gap_max
-    }
-
-    /// Whether the disk reads it for itself, and nobody has asked for it.
-    pub fn is_own(&self) -> bool {
-        self.parts.is_empty()
     }
 
     /// Whether it changes what is on the disk.

@@ -54,13 +54,7 @@ impl Resolver<'_> {
             self.problem("remount.persist_file", "works only with persist = true", "remove it, or set persist = true");
         }
         let persist_file = persist.then(|| self.path_or(typed.persist_file, || state_folder(machine).join("boot-set")));
-        Some(RemountConfig {
-            limit_bytes: limit_bytes?,
-            ready_after_s: ready_after_s?,
-            ready_sign,
-            persist_file,
-            join_writes: typed.join_writes.unwrap_or(true),
-        })
+        Some(RemountConfig { limit_bytes: limit_bytes?, ready_after_s: ready_after_s?, ready_sign, persist_file })
     }
 
     pub(super) fn ready_sign(

@@ -5,17 +5,11 @@ use super::*;
 #[test]
 fn boot_set_has_limit_and_ready_time() {
     let remount = |more: &str| parse(&format!("{SMALL}[remount]\n{more}")).unwrap();
-    let plain = |limit_bytes, ready_after_s| RemountConfig {
-        limit_bytes,
-        ready_after_s,
-        ready_sign: None,
-        persist_file: None,
-        join_writes: true,
-    };
+    let plain =
+        |limit_bytes, ready_after_s| RemountConfig { limit_bytes, ready_after_s, ready_sign: None, persist_file: None };
     assert_eq!(remount("").remount, Some(plain((1 << 30) / 20, 120)));
     let config = remount("limit = \"64MiB\"\nready_after = \"30s\"\n");
     assert_eq!(config.remount, Some(plain(64 << 20, 30)));
-    assert!(!remount("join_writes = false\n").remount.unwrap().join_writes);
     assert_eq!(config.most_memory_bytes() - parse(SMALL).unwrap().most_memory_bytes(), 64 << 20);
     check_with(
         "[remount]\nlimit = \"4KiB\"\nready_after = \"soon\"\n",

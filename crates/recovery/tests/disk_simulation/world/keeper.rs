@@ -263,7 +263,7 @@ impl World {
 pub(super) fn open_warm(folder: &Path, settings: &Settings, tagger: &Tagger) -> Arc<WarmSources> {
     let ember = Arc::new(Ember::new(folder, tagger.clone()));
     let open = |bytes| Arc::new(BootSet::open(folder, bytes, tagger.clone()).unwrap());
-    Arc::new(WarmSources { ember, boot_set: settings.boot_set_bytes.map(open), join_writes: settings.join_writes })
+    Arc::new(WarmSources { ember, boot_set: settings.boot_set_bytes.map(open) })
 }
 
 fn is_readable(worker: &Worker) -> bool {

@@ -45,7 +45,6 @@ pub(super) struct Settings {
     pub(super) depth: u32,
     pub(super) hold_back: Duration,
     pub(super) boot_set_bytes: Option<u64>,
-    pub(super) join_writes: bool,
     pub(super) features: u64,
     /// The guest switches its write cache off, and on and off again.
     pub(super) switches_cache: bool,
@@ -84,7 +83,6 @@ impl Settings {
             pool_bytes: if is_limited { 1 << 20 } else { random.pick(&[32 << 10, 128 << 10, 1 << 20]) },
             depth: random.pick(&[1, 2, 8, 128]),
             hold_back: random.pick(&[Duration::ZERO, Duration::from_micros(250)]),
-            join_writes: random.one_in(2),
             boot_set_bytes,
             switches_cache: features & qemu::CONFIG_WCE != 0 && random.one_in(4),
             features,

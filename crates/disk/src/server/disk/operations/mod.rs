@@ -161,9 +161,7 @@ impl Operations {
             tracing::error!(token = completion.token, "the engine ended an operation that it was not given");
             return None;
         };
-        if !running.is_own() {
-            self.pressure.ended(running.begun, now, running.bytes());
-        }
+        self.pressure.ended(running.begun, now, running.bytes());
         let went_well = completion.result.is_ok();
         self.flushes.note(place, &running, went_well);
         if running.waited_for_space {

@@ -42,7 +42,7 @@ impl Space {
     pub fn keep(&mut self, context: &Context, running: &mut Slab<Running>, place: usize, error: &io::Error) -> bool {
         let now = context.now();
         let Some(failed) = running.get_mut(place) else { return false };
-        if !is_out_of_space(error) || failed.is_own() || failed.operation == Operation::Flush {
+        if !is_out_of_space(error) || failed.operation == Operation::Flush {
             return false;
         }
         failed.waited_for_space = true;

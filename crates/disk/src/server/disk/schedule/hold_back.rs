@@ -14,7 +14,6 @@ use crate::engine::Operation;
 use crate::server::disk::blocks::GAP_BYTES;
 use crate::server::disk::overlap::RequestId;
 use crate::server::disk::running::Running;
-use crate::server::request::Kind;
 
 /// Reads up to here are held back,
 const HELD_BACK_MAX: u64 = 32 << 10;
@@ -86,7 +85,6 @@ impl HoldBack {
 
 fn small(view: View<'_>, id: RequestId) -> Option<Small> {
     let job = view.jobs.get(id)?;
-    let is_small = job.request.kind == Kind::Read && job.request.bytes <= HELD_BACK_MAX;
-    let share = if is_small { share(view, id, job)? } else { return None };
+    let share = if job.request.bytes <= HELD_BACK_MAX { share(view, id, job)? } else { return None };
     Some(Small { job: id, bytes: share.bytes, since: job.waits_since? })
 }

@@ -11,12 +11,10 @@ use std::time::{Duration, Instant};
 use super::overlap::RequestId;
 use crate::limit::Limits;
 use admission::Admission;
-use gaps::Gaps;
 use hold_back::{HeldBack, HoldBack};
 use view::View;
 
 pub mod admission;
-pub mod gaps;
 pub mod hold_back;
 pub mod merge;
 pub mod view;
@@ -26,8 +24,6 @@ pub mod view;
 pub enum Stall {
     /// Until an operation ends.
     Busy,
-    /// Until the operation ends that writes what lies there: no other request waits for that.
-    Filled,
     /// Until the limiter allows it.
     Limited(Duration),
 }
@@ -37,17 +33,11 @@ pub struct Schedule {
     pub waiting: VecDeque<RequestId>,
     pub admission: Admission,
     pub hold_back: HoldBack,
-    pub gaps: Gaps,
 }
 
 impl Schedule {
     pub fn new(limits: Limits, hold_back: Duration, now: Instant) -> Self {
-        Self {
-            waiting: VecDeque::new(),
-            admission: Admission::new(limits, now),
-            hold_back: HoldBack::new(hold_back),
-            gaps: Gaps::default(),
-        }
+        Self { waiting: VecDeque::new(), admission: Admission::new(limits, now), hold_back: HoldBack::new(hold_back) }
     }
 
     /// Requests that are held back for neighbours now.
