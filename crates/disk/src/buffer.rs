@@ -16,7 +16,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
 
 /// The longest slot. Linux asks for 1.25 MiB at most unless told otherwise; what is longer goes in several operations.
-pub const SLOT_BYTES_MAX: usize = 2 << 20;
+pub(crate) const SLOT_BYTES_MAX: usize = 2 << 20;
 /// Shorter slots than this (in pages) are cut from the pool's low end, others from its high end: small requests that
 /// come and go leave no gaps where the large ones must fit.
 const LOW_END_PAGES: u16 = 32;
@@ -30,7 +30,7 @@ pub struct Slot {
 }
 
 impl Slot {
-    /// Bytes that fit.
+    /// The number of bytes that fit.
     pub fn bytes(self) -> usize {
         usize::from(self.pages) * PAGE_BYTES
     }
@@ -96,7 +96,7 @@ pub struct BufferPool {
 }
 
 impl BufferPool {
-    /// Of so many bytes, up to 255 MiB.
+    /// A pool of `bytes` bytes, at most 255 MiB.
     pub fn new(bytes: usize) -> io::Result<Arc<Self>> {
         let pages = u16::try_from(bytes / PAGE_BYTES).ok().filter(|&pages| pages > 0);
         let Some(pages) = pages else {
@@ -109,15 +109,15 @@ impl BufferPool {
         Ok(Arc::new(Self { mapping, pages, free: Mutex::new(FreePages::all(pages)) }))
     }
 
-    /// A free slot for so many bytes (or for as many as a slot holds at most), or none: then the caller waits for a
-    /// completion.
+    /// Takes a free slot for `bytes` bytes (or for as many as a slot holds at most). `None` if there is none: then the
+    /// caller waits for a completion.
     pub fn take(&self, bytes: usize) -> Option<Slot> {
         let pages = bytes.min(self.slot_bytes_max()).div_ceil(PAGE_BYTES).max(1) as u16;
         self.free().take(pages)
     }
 
     /// The longest slot: one that the whole pool, empty, can always give.
-    pub fn slot_bytes_max(&self) -> usize {
+    pub(crate) fn slot_bytes_max(&self) -> usize {
         SLOT_BYTES_MAX.min(self.mapping.bytes)
     }
 
@@ -147,7 +147,7 @@ impl BufferPool {
     }
 
     /// The pool as one io_uring buffer: registered whole, any slot is then an address in buffer 0.
-    pub fn as_iovecs(&self) -> [libc::iovec; 1] {
+    pub(crate) fn as_iovecs(&self) -> [libc::iovec; 1] {
         [libc::iovec { iov_base: self.mapping.base.as_ptr().cast(), iov_len: self.mapping.bytes }]
     }
 

@@ -1,4 +1,4 @@
-//! Clock: the time that limits and waits of a disk go by.
+//! Clock: the time by which a disk measures limits and waits.
 //!
 //! It is the host's. A simulation moves one by hand instead, so that the same seed is the same run.
 
@@ -16,11 +16,12 @@ struct ByHand {
 }
 
 impl Clock {
-    /// A clock that stands still.
+    /// A clock that stands still until `advance` moves it.
     pub fn by_hand() -> Self {
         Self(Some(Arc::new(ByHand { start: Instant::now(), passed_ns: AtomicU64::new(0) })))
     }
 
+    /// The time now.
     pub fn now(&self) -> Instant {
         match &self.0 {
             None => Instant::now(),
@@ -28,7 +29,7 @@ impl Clock {
         }
     }
 
-    /// Moves a clock that is moved by hand; the host's goes on by itself.
+    /// Moves a clock made by `by_hand`. The host's clock ignores it.
     pub fn advance(&self, time: Duration) {
         if let Some(by_hand) = &self.0 {
             by_hand.passed_ns.fetch_add(time.as_nanos() as u64, Relaxed);

@@ -1,9 +1,9 @@
-//! Which devices a file is on: two files that share none do not slow each other down.
+//! Devices: the disks that a file is on. Two files that share no disk do not slow each other down.
 //!
 //! file -> its file system's device (or the device it is) -> partition's disk -> what that is made of (LVM, RAID, loop)
 //! -> whole disks
 //!
-//! Some file systems (btrfs, overlayfs, network ones) do not tell; then anything may be shared. Memory is no device.
+//! Some file systems (btrfs, overlayfs, network ones) do not say; then anything may be shared. Memory is no device.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -22,11 +22,12 @@ const HUGETLBFS_MAGIC: i64 = 0x9584_58f6;
 pub enum Devices {
     /// By kernel name, as in /sys/block. Empty: the file is in memory.
     Disks(BTreeSet<String>),
+    /// The file system does not say.
     Unknown,
 }
 
 impl Devices {
-    /// Of a file, folder, or block device.
+    /// The disks behind a file, folder or block device.
     pub fn of(path: &Path) -> io::Result<Self> {
         let found = fs::metadata(path)?;
         if found.file_type().is_block_device() {
@@ -39,7 +40,7 @@ impl Devices {
         Ok(Self::behind(found.dev(), Path::new("/sys")))
     }
 
-    /// Can I/O on the one slow down I/O on the other?
+    /// Whether I/O on one can slow down I/O on the other.
     pub fn may_share(&self, other: &Self) -> bool {
         match (self, other) {
             (Self::Disks(these), Self::Disks(those)) => !these.is_disjoint(those),

@@ -1,4 +1,4 @@
-//! Rate limits of a disk, or of whoever writes beside it: a token bucket each for bytes and for operations.
+//! Rate limits of a disk, or of another writer beside it: a token bucket each for bytes and for operations.
 //!
 //! A bucket is kept as the moment at which its debt is paid. A request is admitted whenever there is no debt, however
 //! large it is, and then adds its own price; so a request larger than any bucket passes, and pays afterwards. An idle
@@ -9,13 +9,16 @@ use std::time::{Duration, Instant};
 /// What an idle bucket saves up at most, in time.
 const SAVED_NS_MAX: u64 = 10_000_000;
 
-/// Limits of one disk; none means unlimited. A limit of 0 counts as 1: a disk that never answers is not a limit.
+/// Limits of one disk; `None` means unlimited. A limit of 0 counts as 1: a disk that never answers is not a limit.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Limits {
+    /// Maximum bytes per second.
     pub bytes_per_second: Option<u64>,
+    /// Maximum operations per second.
     pub operations_per_second: Option<u64>,
 }
 
+/// Token buckets for bytes and for operations.
 #[derive(Debug)]
 pub struct RateLimiter {
     /// Times below count from here.
@@ -25,6 +28,7 @@ pub struct RateLimiter {
 }
 
 impl RateLimiter {
+    /// A limiter without debt.
     pub fn new(limits: Limits, now: Instant) -> Self {
         Self {
             epoch: now,
@@ -33,7 +37,7 @@ impl RateLimiter {
         }
     }
 
-    /// Admits one request of so many bytes now, or says how long to wait before asking again (nothing is taken then).
+    /// Admits one request of `bytes` now, or returns how long to wait before asking again (then nothing is charged).
     pub fn admit(&mut self, now: Instant, bytes: u64) -> Result<(), Duration> {
         // 64 bits of nanoseconds are 584 years.
         let now_ns = now.saturating_duration_since(self.epoch).as_nanos() as u64;
@@ -46,8 +50,8 @@ impl RateLimiter {
         Ok(())
     }
 
-    /// Lets one request of so many bytes pass whatever is owed, and adds its price: those that come later wait for it.
-    pub fn charge(&mut self, now: Instant, bytes: u64) {
+    /// Admits one request of `bytes` whatever is owed, and adds its price: later requests wait for that.
+    pub(crate) fn charge(&mut self, now: Instant, bytes: u64) {
         let now_ns = now.saturating_duration_since(self.epoch).as_nanos() as u64;
         if let Some(bucket) = &mut self.bytes {
             bucket.charge(now_ns, bytes);
@@ -57,8 +61,8 @@ impl RateLimiter {
         }
     }
 
-    /// Other limits from now on. What is owed stays owed, and is paid at the new rate: going back and forth between two
-    /// rates admits no more than either.
+    /// Changes the limits. What is owed stays owed and is paid at the new rate: changing back and forth between two rates
+    /// admits no more than the higher one.
     pub fn set(&mut self, limits: Limits, now: Instant) {
         let now_ns = now.saturating_duration_since(self.epoch).as_nanos() as u64;
         let change = |bucket: Option<Bucket>, per_second: Option<u64>| {

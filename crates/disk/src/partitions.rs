@@ -1,4 +1,4 @@
-//! Partitions of a disk, as its tables name them: for people who read how a disk is used, and for nothing else.
+//! Partitions of a disk, from its partition tables. Only for reports to people on how a disk is used.
 //!
 //! sector 0: a protective entry -> GPT; else four entries, one of which may begin a chain of logical partitions
 //!
@@ -9,6 +9,7 @@
 
 use std::ops::Range;
 
+/// Bytes in a sector of the tables.
 pub const SECTOR_BYTES: usize = 512;
 const SECTOR: u64 = SECTOR_BYTES as u64;
 
@@ -18,15 +19,17 @@ const GPT_ENTRY_BYTES: usize = 128;
 const PROTECTIVE: u8 = 0xee;
 const EXTENDED: [u8; 3] = [0x05, 0x0f, 0x85];
 
+/// A sector.
 pub type Sector = [u8; SECTOR_BYTES];
 
+/// A partition of a disk.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Partition {
-    /// As Linux counts: 5 is the first logical one.
+    /// Number, as Linux counts: 5 is the first logical partition.
     pub number: u32,
-    /// Bytes of the disk.
+    /// Where it lies, in bytes from the start of the disk.
     pub bytes: Range<u64>,
-    /// As a GPT has it.
+    /// Its name in a GPT.
     pub name: Option<String>,
 }
 
@@ -44,7 +47,8 @@ impl Entry {
     }
 }
 
-/// Those that can be found, by place. `read` gives a sector of the disk, or none; it is asked some hundred times at most.
+/// Finds the partitions, sorted by where they lie. `read` returns a sector of the disk, if it can; it is called some hundred
+/// times at most.
 pub fn find(disk_bytes: u64, read: &mut dyn FnMut(u64) -> Option<Sector>) -> Vec<Partition> {
     let entries = read(0).and_then(|sector| dos_entries(&sector)).unwrap_or_default();
     let mut found = if entries.iter().any(|entry| entry.kind == PROTECTIVE) {

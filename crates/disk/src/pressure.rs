@@ -1,5 +1,4 @@
-//! Pressure: does this disk make its guest wait? For whoever else would use the same device, such as the writer of a
-//! crash dump.
+//! Pressure: whether this disk makes its guest wait. For other users of the same device, such as the writer of a crash dump.
 //!
 //! operation ends -> how long it took, compared with what its kind usually takes -> worst of the last 100 ms
 //!
@@ -11,8 +10,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
-/// "Lately": this long at least, and twice as long at most.
-pub const RECENT: Duration = Duration::from_millis(100);
+/// "Recently": at least this long ago, and at most twice as long.
+pub(crate) const RECENT: Duration = Duration::from_millis(100);
 /// Longer operations are compared with each other and not with these: a seek is not a stream. Nor is a flush either.
 const SHORT_BYTES: u64 = 64 << 10;
 /// The usual time falls by a quarter of the difference when an operation is faster, and rises by 1/512 of it when one
@@ -20,16 +19,16 @@ const SHORT_BYTES: u64 = 64 << 10;
 const FALL: u64 = 4;
 const RISE: u64 = 512;
 
-/// How a disk was doing when it was asked.
+/// State of a disk at one moment.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Reading {
     /// Operations that the image has not ended yet.
     pub in_flight: u64,
-    /// Since the image ended an operation, or since the disk is served.
+    /// Time since the image ended an operation, or since the server started.
     pub quiet: Duration,
-    /// The longest operation lately; none: zero.
+    /// Time of the longest recent operation. Zero if there was none.
     pub latency: Duration,
-    /// How much longer than usual the worst operation lately took: 100 is as usual, 300 three times as long, 0 none.
+    /// Time of the worst recent operation in percent of the usual: 300 is three times as long. 0 if there was none.
     pub slowdown_pct: u64,
 }
 
@@ -101,7 +100,7 @@ impl Pressure {
         }
     }
 
-    /// So many operations are with the image now.
+    /// Sets the number of operations that the image has not ended.
     pub(crate) fn set_in_flight(&self, operations: u64) {
         self.0.in_flight.store(operations, Relaxed);
     }

@@ -1,4 +1,4 @@
-//! Pulse: how long a loop has been at one piece of work, for whoever watches over it, and the longest that it ever was.
+//! Pulse: how long a loop has been at one piece of work, and the longest it ever was. For a watchdog.
 //!
 //! begin -> work -> end -> the loop waits for the next piece, for as long as it likes
 
@@ -23,16 +23,18 @@ struct Shared {
 }
 
 impl Pulse {
+    /// A piece of work begins.
     pub fn begin(&self) {
         self.shared.since.store(EPOCH.elapsed().as_nanos() as u64 + 1, Relaxed);
     }
 
+    /// The piece of work has ended.
     pub fn end(&self) {
         self.shared.longest.fetch_max(self.busy_for().as_nanos() as u64, Relaxed);
         self.shared.since.store(0, Relaxed);
     }
 
-    /// Zero for a loop that waits.
+    /// How long the loop has been at its piece of work. Zero while it waits.
     pub fn busy_for(&self) -> Duration {
         match self.shared.since.load(Relaxed) {
             0 => Duration::ZERO,

@@ -1,5 +1,5 @@
-//! The pages of a RAM file that disks have written to: what whoever copies the memory of a running guest does not learn from
-//! QEMU's page tables, because the disks have mappings of their own.
+//! The pages of a RAM file that disks have written to. QEMU's page tables do not show them, because the disks have mappings of
+//! their own; a copy of a running guest's memory needs them.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -9,7 +9,7 @@ use crate::block::BLOCK_BYTES;
 const PAGE_BYTES: u64 = BLOCK_BYTES as u64;
 const BITS: u64 = u64::BITS as u64;
 
-/// Pages of one RAM file; marked by disk threads, taken by one other.
+/// Pages of one RAM file. Disk threads mark them; one other thread takes them.
 #[derive(Debug)]
 pub struct WriteLog {
     ram_device: u64,
@@ -18,7 +18,7 @@ pub struct WriteLog {
 }
 
 impl WriteLog {
-    /// Of the file with this identity (device, inode), of so many pages.
+    /// A log of the RAM file with this device and inode number, which has `pages` pages.
     pub fn new((ram_device, ram_inode): (u64, u64), pages: u64) -> Self {
         Self { ram_device, ram_inode, words: (0..pages.div_ceil(BITS)).map(|_| AtomicU64::new(0)).collect() }
     }
@@ -36,7 +36,7 @@ impl WriteLog {
         }
     }
 
-    /// The pages that were marked since the last time, ascending.
+    /// Calls `found` with each page that was marked since the last call, in ascending order.
     pub fn take(&self, mut found: impl FnMut(u64)) {
         for (word, first) in self.words.iter().zip((0..).step_by(BITS as usize)) {
             let mut bits = word.swap(0, Ordering::Acquire);

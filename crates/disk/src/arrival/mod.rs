@@ -1,13 +1,13 @@
-//! Arrival: a file whose bytes are still on their way to it, from wherever. Who reads what is not there waits; who brings it asks
-//! what comes next.
+//! Arrival: a file whose bytes are still being fetched, from wherever. A reader of bytes that are not there waits; whoever brings
+//! bytes asks for the next ones.
 //!
 //! ```text
 //! reader: wait(bytes) --> wanted -------------\
 //!                                              next --> brought --> land: checked, written, readers go on --> noted
 //! nobody: from where one was wanted last, up --/            \--> failed: readers wait on, or are told why
 //! ```
-//! What has landed is noted beside the file (`note`), so that whoever opens it later goes on from there. When all has landed the
-//! note is removed, and the file is one like any other.
+//! What has landed is noted beside the file (`note`), so that whoever opens it later goes on from there. When all has landed, the
+//! note is removed and the file is a normal one.
 
 mod note;
 
@@ -28,39 +28,42 @@ pub use note::path_of as note_file;
 #[cfg(test)]
 use crate::image::tape::{Event, note as note_event};
 
-/// What is brought at once, checked, and noted.
+/// Bytes of a unit: what is brought, checked and noted as one.
 pub const UNIT_BYTES: u64 = 1 << 20;
 /// First bytes of a unit's BLAKE3.
 pub const CHECKSUM_BYTES: usize = 16;
+/// Checksum of a unit.
 pub type Checksum = [u8; CHECKSUM_BYTES];
 
-/// Notes are behind the data on the disk: so many units may have to be brought again.
+/// Units noted together. Notes are behind the data on the disk, so this many units may have to be brought again.
 const NOTED_TOGETHER: usize = 32;
-/// Whether there is leave now is asked again so late.
+/// Time after which permission to bring more is asked for again.
 const LOOK_AGAIN: Duration = Duration::from_millis(50);
 
-/// What becomes of a reader of something that is not there.
+/// What happens to a reader of bytes that have not arrived.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Conduct {
     /// It gets an error: nobody brings anything.
     Refuse,
-    /// It waits, unless it cannot be brought now: then it gets the reason. Nothing else is brought.
+    /// It waits, unless the bytes cannot be brought now: then it gets the reason. Nothing else is brought.
     Urge,
     /// It waits, however long.
     Wait,
 }
 
-/// How much of a file is there.
+/// How much of a file has arrived.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Counts {
-    /// All that is brought: what lies between is zeroes.
+    /// Bytes of all units that are to arrive. What lies between them is zeroes.
     pub bytes: u64,
+    /// Bytes that have not arrived yet.
     pub missing_bytes: u64,
 }
 
 /// A unit that is to be brought.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Order {
+    /// Its number: the unit begins at byte `unit * UNIT_BYTES` of the file.
     pub unit: u64,
 }
 
@@ -86,6 +89,7 @@ struct State {
     stopped: bool,
 }
 
+/// A file whose bytes are still arriving. Shared by its readers and those who bring the bytes.
 #[derive(Debug)]
 pub struct Arrival {
     path: PathBuf,
@@ -106,8 +110,8 @@ pub struct Arrival {
 }
 
 impl Arrival {
-    /// Makes a file of so many bytes, of which these units are to come, in ascending order; the rest is a hole. `source` says to
-    /// whoever opens it where they are to be had.
+    /// Makes a file of `bytes` bytes. `units` are to arrive, in ascending order; the rest is a hole. `source` tells whoever opens
+    /// the file where the units come from.
     pub fn make(path: &Path, bytes: u64, source: &str, units: &[(u64, Checksum)]) -> io::Result<()> {
         if !units.is_empty() {
             // First: a file without a note is complete.
@@ -119,13 +123,13 @@ impl Arrival {
         note::sync_folder(path)
     }
 
-    /// None: the file is complete. At first it refuses readers.
+    /// Opens a file. `None` if it is complete. At first, readers are refused (`Conduct::Refuse`).
     pub fn open(path: &Path) -> io::Result<Option<Self>> {
         let Some((note, noted)) = Note::open(path)? else { return Ok(None) };
         let file = OpenOptions::new().read(true).write(true).open(path)?;
         let found = file.metadata()?;
         if found.len() != noted.bytes {
-            let what = format!("{}: has {} bytes, and is to have {}", path.display(), found.len(), noted.bytes);
+            let what = format!("{}: has {} bytes and should have {}", path.display(), found.len(), noted.bytes);
             return Err(io::Error::new(io::ErrorKind::InvalidData, what));
         }
         let missing = noted.units.iter().zip(&noted.landed).filter(|(_, landed)| !**landed);
@@ -157,16 +161,17 @@ impl Arrival {
         }))
     }
 
+    /// Path of the file.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// As it was given when the file was made.
+    /// The source that was given when the file was made.
     pub fn source(&self) -> &str {
         &self.source
     }
 
-    /// Where a unit lies among those that are to come, one behind the other; none if it is not one of them.
+    /// Where a unit lies if all units that are to arrive lie one behind the other. `None` if it is not one of them.
     pub fn place_of(&self, unit: u64) -> Option<Range<u64>> {
         let position = self.units.binary_search_by_key(&unit, |(unit, _)| *unit).ok()?;
         // Only the last one can be shorter.
@@ -174,35 +179,39 @@ impl Arrival {
         Some(start..start + length_of(unit, self.bytes))
     }
 
+    /// How much of the file has arrived.
     pub fn counts(&self) -> Counts {
         Counts { bytes: self.unit_bytes, missing_bytes: self.missing_bytes.load(Acquire) }
     }
 
+    /// Whether all of it has arrived.
     pub fn is_complete(&self) -> bool {
         self.missing_bytes.load(Acquire) == 0
     }
 
-    /// What cannot be brought now, and why.
+    /// Why units cannot be brought now: a reason for each.
     pub fn stuck(&self) -> Vec<String> {
         self.state().stuck.values().map(|stuck| stuck.why.clone()).collect()
     }
 
+    /// Sets what becomes of readers from now on, also of those that wait.
     pub fn set_conduct(&self, conduct: Conduct) {
         self.state().conduct = conduct;
         self.changed.notify_all();
     }
 
-    /// Ends those who bring, and whoever waits, with an error.
+    /// Ends those who bring units. Readers that wait get an error.
     pub fn stop(&self) {
         self.state().stopped = true;
         self.changed.notify_all();
     }
 
+    /// Whether `stop` was called.
     pub fn is_stopped(&self) -> bool {
         self.state().stopped
     }
 
-    /// Returns when these bytes are in the file, or as the conduct says.
+    /// Waits until these bytes are in the file, or does what the conduct says.
     pub fn wait(&self, bytes: Range<u64>) -> io::Result<()> {
         if bytes.is_empty() || self.is_complete() {
             return Ok(());
@@ -215,14 +224,14 @@ impl Arrival {
             }
             state.want(&lacking);
             if let Some(why) = state.refusal() {
-                return Err(io::Error::other(format!("{}: is not all there: {why}", self.path.display())));
+                return Err(io::Error::other(format!("{}: has not arrived completely: {why}", self.path.display())));
             }
             self.changed.notify_all();
             state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
     }
 
-    /// Somebody is going to read these bytes.
+    /// Announces that these bytes will be read.
     pub fn announce(&self, bytes: Range<u64>) {
         if bytes.is_empty() || self.is_complete() {
             return;
@@ -235,8 +244,9 @@ impl Arrival {
         }
     }
 
-    /// What to bring next; waits until there is something. What somebody waits for comes first. The rest needs a leave, which goes with
-    /// it: it is asked for when there is nothing else to be brought. None: nothing is missing, or it was told to stop.
+    /// Returns what to bring next, and waits until there is something. Units that a reader waits for come first. The others need
+    /// the permission `leave`, which is asked for when nobody waits, and goes with the order. `None` if nothing is missing, or
+    /// after `stop`.
     pub fn next<T>(&self, leave: impl Fn() -> Option<T>) -> Option<(Order, Option<T>)> {
         let mut state = self.state();
         while !state.stopped && !state.missing.is_empty() {
@@ -253,12 +263,12 @@ impl Arrival {
         None
     }
 
-    /// The first that somebody wanted who was refused it.
+    /// The first unit that a reader wanted and was refused.
     pub fn take_wanted(&self) -> Option<Order> {
         self.state().take_wanted()
     }
 
-    /// These are the bytes of a unit. False: they are not what they must be.
+    /// Puts the bytes of a unit into the file. False: their checksum is wrong.
     pub fn land(&self, order: Order, bytes: &[u8]) -> io::Result<bool> {
         let position = self.units.binary_search_by_key(&order.unit, |(unit, _)| *unit);
         let Ok(position) = position else { return Ok(false) };

@@ -264,7 +264,7 @@ fn who_waits_is_let_go_with_an_error_when_the_conduct_says_so() {
             end(&arrival);
             waits.join().unwrap().unwrap_err().to_string()
         });
-        assert!(error.contains("disk-root: is not all there") && error.contains(expect), "{error}");
+        assert!(error.contains("disk-root: has not arrived completely") && error.contains(expect), "{error}");
     };
     check(&|arrival| arrival.set_conduct(Conduct::Refuse), "nobody brings it");
     check(&Arrival::stop, "called off");

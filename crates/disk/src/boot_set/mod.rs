@@ -42,7 +42,7 @@ use state::{Kind, LIST_BYTES_PER_SLOT, Member, Place, State};
 pub use tally::{Answers, DiskTally, PhaseTally, Plan, PlannedRun, Share};
 use tally::{Tally, part_of};
 
-/// All files of a boot set begin so.
+/// Prefix of a boot set's files.
 pub const FILE_PREFIX: &str = "boot-set";
 const PAGES_FILE: &str = "boot-set-pages";
 const LEDGER_FILE: &str = "boot-set-ledger";
@@ -54,6 +54,8 @@ const SLOTS_PER_PAGE: u64 = 2;
 /// A page of the file, the entries in the ledger, which has a head of a page and ends with a whole one, and the lists.
 const BYTES_PER_PAGE: u64 = BLOCK + SLOTS_PER_PAGE * (16 + LIST_BYTES_PER_SLOT);
 
+/// Why a boot set cannot be used.
+#[allow(missing_docs, reason = "each variant's message describes it")]
 #[derive(Debug, thiserror::Error)]
 pub enum BootSetError {
     #[error("cannot {action} {path}, which holds the boot set")]
@@ -62,6 +64,7 @@ pub enum BootSetError {
     Ledger(#[from] LedgerError),
 }
 
+/// A machine's boot set. Shared by its disks.
 pub struct BootSet {
     tagger: Tagger,
     limit_bytes: u64,
@@ -74,7 +77,7 @@ pub struct BootSet {
 type Key = (DiskId, u64);
 
 impl BootSet {
-    /// What an earlier keeper left in this folder, or an empty one. Copies whose bytes are not what their tag says are
+    /// Opens what an earlier keeper left in this folder, or makes an empty boot set. Copies whose bytes do not fit their tag are
     /// dropped. Files and lists together never hold more than the limit.
     pub fn open(folder: &Path, limit_bytes: u64, tagger: Tagger) -> Result<Self, BootSetError> {
         let pages = limit_bytes.saturating_sub(2 * BLOCK) / BYTES_PER_PAGE;
@@ -90,7 +93,7 @@ impl BootSet {
         Ok(Self { tagger, limit_bytes, left_out, learning: AtomicBool::new(false), state: Mutex::new(state) })
     }
 
-    /// Removes the files of a boot set that nobody wants any more.
+    /// Removes the files of a boot set that is no longer wanted.
     pub fn discard(folder: &Path) -> io::Result<()> {
         for name in [PAGES_FILE, LEDGER_FILE] {
             match fs::remove_file(folder.join(name)) {
@@ -101,7 +104,7 @@ impl BootSet {
         Ok(())
     }
 
-    /// The machine is reset: what it reads from now on is its next boot set.
+    /// The machine is reset: what it reads from now on becomes its next boot set.
     pub fn begin(&self) {
         let mut state = self.lock();
         state.boot += 1;
@@ -113,7 +116,7 @@ impl BootSet {
         self.learning.store(true, Ordering::Relaxed);
     }
 
-    /// The boot is over. False: it was over before.
+    /// The boot is over. False if it was over before.
     pub fn ready(&self) -> bool {
         let mut state = self.lock();
         let was_learning = self.learning.swap(false, Ordering::Relaxed);
@@ -128,7 +131,7 @@ impl BootSet {
         was_learning
     }
 
-    pub fn is_learning(&self) -> bool {
+    pub(crate) fn is_learning(&self) -> bool {
         self.learning.load(Ordering::Relaxed)
     }
 
@@ -137,7 +140,7 @@ impl BootSet {
         self.lock().clear()
     }
 
-    /// Gives up the copies of this disk's blocks, and still expects them to be read. Says how many those were.
+    /// Gives up the copies of this disk's blocks, and still expects them to be read. Returns how many copies those were.
     pub fn forget_disk(&self, disk: DiskId) -> u64 {
         let mut state = self.lock();
         let held = |(key, member): (&Key, &Member)| {
@@ -149,13 +152,13 @@ impl BootSet {
         copies.iter().filter(|(_, was_held)| *was_held).count() as u64
     }
 
-    /// Would a copy of this block be taken now, if it were offered?
+    /// Whether a copy of this block would be taken now.
     pub fn has_room_for(&self, disk: DiskId, block: u64) -> bool {
         let state = self.lock();
         self.is_learning() && (state.can_make_room() || state.members.contains_key(&(disk, block)))
     }
 
-    /// The ember answered a read, and kept what it held.
+    /// Counts a read that the ember answered, and whose block it kept.
     pub fn ember_answered(&self, disk: DiskId, block: u64) {
         let learning = self.is_learning();
         let mut state = self.lock();
@@ -166,7 +169,7 @@ impl BootSet {
         }
     }
 
-    /// The guest read the block, and it came from elsewhere in memory.
+    /// Takes a block that the guest read, and that came from elsewhere in memory.
     pub fn read_from_memory(&self, disk: DiskId, block: u64, bytes: &[u8; BLOCK_BYTES]) {
         let mut state = self.lock();
         if self.is_learning()
@@ -178,7 +181,7 @@ impl BootSet {
         }
     }
 
-    /// Takes from a ledger what is held here: no block is kept twice.
+    /// Removes from a ledger what is held here, so that no block is kept twice.
     pub fn take_over_from(&self, ledger: &mut Ledger) {
         let state = self.lock();
         let held = state.members.iter().filter(|(_, member)| matches!(member.place, Place::Held { .. }));
@@ -189,7 +192,7 @@ impl BootSet {
         }
     }
 
-    /// What the next boot will read if it is like the last one, and how this one, or the last one, went.
+    /// What the next boot will read if it is like the last one, and how the current or last boot went.
     pub fn plan(&self) -> Plan {
         let state = self.lock();
         let mut plan = state.tally.plan();
@@ -216,13 +219,14 @@ impl BootSet {
         plan
     }
 
-    /// From now on what is read of a disk is counted by these parts, sorted and apart from each other, too. The boot is over.
+    /// From now on, what is read of a disk is also counted by these parts, which are sorted and do not overlap. Call it when the boot
+    /// is over.
     pub fn divide(&self, disk: DiskId, parts: &[Range<u64>]) {
         self.lock().tally.divide(disk, parts);
     }
 
-    /// Parts of a disk, sorted and apart from each other, in the last boot and the next one. One more at the end: what
-    /// lies beside them.
+    /// Parts of a disk, which are sorted and do not overlap, in the last boot and the next one. The last element is for all blocks
+    /// beside them.
     pub fn shares(&self, disk: DiskId, parts: &[Range<u64>]) -> Vec<Share> {
         let state = self.lock();
         let later = state.tally.later_of(disk, parts);
@@ -242,8 +246,8 @@ impl BootSet {
         shares
     }
 
-    /// What the next boot is expected to read, as far as it is held, in the order in which it was read; and what is held for
-    /// its heat.
+    /// The held blocks that the next boot is expected to read, in the order in which they were read, and those held for their
+    /// heat.
     pub fn held(&self) -> Vec<(DiskId, u64)> {
         let state = self.lock();
         let is_written = |member: &Member| matches!(member.kind, Kind::Written { .. });
@@ -254,7 +258,7 @@ impl BootSet {
         held.into_iter().map(|(_, key)| key).collect()
     }
 
-    /// A block that is held; none if it is not, or is damaged.
+    /// A copy of a block. `None` if it is not held, or is damaged.
     pub fn copy_of(&self, disk: DiskId, block: u64) -> Option<[u8; BLOCK_BYTES]> {
         let state = self.lock();
         let Place::Held { slot } = state.members.get(&(disk, block))?.place else { return None };
@@ -262,7 +266,8 @@ impl BootSet {
         state.read(slot, &self.tagger, &mut bytes).map(|_| bytes)
     }
 
-    /// Before the first boot: a block that was held when the machine was stopped. False: there is no room for it.
+    /// Takes back a block that was held when the machine was stopped. For the time before the first boot. False if there is no
+    /// space for it.
     pub fn put_back(&self, disk: DiskId, block: u64, bytes: &[u8; BLOCK_BYTES]) -> bool {
         let mut state = self.lock();
         state.take_for_read();
@@ -273,15 +278,17 @@ impl BootSet {
         state.members.contains_key(&(disk, block))
     }
 
+    /// Whether nothing is held.
     pub fn is_empty(&self) -> bool {
         self.lock().ledger.is_empty()
     }
 
+    /// The most host memory that its files and lists may hold.
     pub fn limit_bytes(&self) -> u64 {
         self.limit_bytes
     }
 
-    /// Blocks of an earlier keeper's that a lower limit has no room for.
+    /// Blocks of an earlier keeper's boot set for which a lower limit has no space.
     pub fn left_out(&self) -> u64 {
         self.left_out
     }

@@ -16,9 +16,10 @@ const PLANNED_RUNS_MAX: usize = 8192;
 const STEP: Duration = Duration::from_nanos(250);
 const STEPS: usize = 1000;
 
-/// Reads that were answered from memory alone: how many, and how soon.
+/// Reads that were answered from memory alone: their number, and the time to their answers.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Answers {
+    /// How many they were.
     pub reads: u64,
     /// Of these, answered before the disk's thread turned to anything else.
     pub in_line: u64,
@@ -68,12 +69,12 @@ impl Answers {
         }
     }
 
-    /// What so many percent of the reads did not exceed, in microseconds.
+    /// The given percentile of the time to an answer, in microseconds.
     pub fn us(&self, percent: f64) -> Option<f64> {
         self.by_time.us(percent)
     }
 
-    /// The same of those that were answered while a change was on its way.
+    /// The same, only of reads that were answered while a change was on its way to the image.
     pub fn us_beside_writes(&self, percent: f64) -> Option<f64> {
         self.by_time_beside_writes.us(percent)
     }
@@ -90,8 +91,9 @@ pub struct DiskTally {
     pub late: u64,
     /// Held because they were written lately.
     pub written: u64,
-    /// From reset to ready, and from then on.
+    /// From reset to ready.
     pub boot: PhaseTally,
+    /// From ready on.
     pub later: PhaseTally,
     /// Blocks that could not become members because of the limit.
     pub no_room: u64,
@@ -112,13 +114,14 @@ pub struct Share {
     pub later: PhaseTally,
 }
 
-/// Blocks that were read, by who answered.
+/// Numbers of blocks that were read, by what answered.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PhaseTally {
-    /// The boot set.
+    /// Answered by the boot set.
     pub hits: u64,
+    /// Answered by the ember.
     pub ember_hits: u64,
-    /// The image.
+    /// Answered by the image.
     pub misses: u64,
 }
 
@@ -152,12 +155,14 @@ impl AddAssign for Share {
     }
 }
 
-/// Neighbours that the last boot has read one after the other.
+/// Neighbouring blocks that the last boot read one after the other.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PlannedRun {
+    /// Their disk.
     pub disk: DiskId,
+    /// The blocks.
     pub blocks: Range<u64>,
-    /// All of them, or none.
+    /// Whether they are held: all of them, or none.
     pub held: bool,
 }
 
@@ -166,6 +171,7 @@ pub struct PlannedRun {
 pub struct Plan {
     /// The boot is not over yet.
     pub learning: bool,
+    /// Each disk.
     pub disks: BTreeMap<DiskId, DiskTally>,
     /// What the next boot is expected to read, in that order.
     pub reads: Vec<PlannedRun>,
@@ -175,7 +181,7 @@ pub struct Plan {
     pub missed: Vec<(DiskId, Range<u64>)>,
     /// Misses that are not listed.
     pub missed_unlisted: u64,
-    /// What the last boot did not have to ask the image for.
+    /// Reads of the last boot that memory answered.
     pub answers: Answers,
     /// Copies that were dropped because their bytes were not what they should be.
     pub damaged: u64,

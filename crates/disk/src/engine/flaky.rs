@@ -1,4 +1,4 @@
-//! A disk that misbehaves on order, around any real engine: for tests of what stands above.
+//! A disk that misbehaves on command, around any real engine: for tests of the layers above.
 //!
 //! The plan is shared with the test, which may change it while the engine works on another thread. Operations are
 //! counted from 0 as they are pushed, over all engines of the plan, so that a plan outlives a reconnect. What is random
@@ -27,15 +27,20 @@ pub enum Fault {
     HoldEnd,
     /// Does not reach the image and ends with this errno.
     Fail(i32),
-    /// Only so many of its bytes reach the image, then it ends with this errno: a torn write.
-    Tear { bytes: u64, errno: i32 },
-    /// Reported so much later.
+    /// A torn write: only the first bytes reach the image.
+    Tear {
+        /// Bytes that reach the image.
+        bytes: u64,
+        /// The errno that it ends with.
+        errno: i32,
+    },
+    /// Reported this much later.
     Delay(Duration),
-    /// Reported after so many later ones, or when nothing else is left.
+    /// Reported after this many later operations, or when nothing else is left.
     Overtaken(u32),
 }
 
-/// Who misbehaves, and how: shared by the test and its engines.
+/// Which operations misbehave, and how. Shared by the test and its engines.
 #[derive(Clone)]
 pub struct Plan(Arc<Shared>);
 
@@ -71,17 +76,17 @@ impl Plan {
         Self(Arc::new(Shared { state: Mutex::new(state), changed: Condvar::new() }))
     }
 
-    /// The operation of this number misbehaves.
+    /// Makes the operation with this number misbehave.
     pub fn on(&self, number: u64, fault: Fault) {
         self.state().faults.insert(number, fault);
     }
 
-    /// One operation in so many misbehaves, chosen by the seed.
+    /// Makes one operation in `one_in` misbehave, chosen by the seed.
     pub fn sometimes(&self, one_in: u64, fault: Fault) {
         self.state().sometimes = Some((one_in.max(1), fault));
     }
 
-    /// Completions that are reaped together come in random order.
+    /// Reports completions that are reaped together in random order.
     pub fn shuffle(&self) {
         self.state().shuffle = true;
     }
@@ -93,6 +98,7 @@ impl Plan {
         state.ring();
     }
 
+    /// Lets all held operations go on.
     pub fn release_all(&self) {
         let mut state = self.state();
         let held = state.held.clone();
@@ -179,6 +185,7 @@ enum Stage {
     },
 }
 
+/// An engine that misbehaves as its plan says.
 pub struct FlakyEngine {
     inner: Box<dyn Engine>,
     plan: Plan,
@@ -193,6 +200,7 @@ pub struct FlakyEngine {
 }
 
 impl FlakyEngine {
+    /// Wraps an engine.
     pub fn new(inner: Box<dyn Engine>, plan: Plan) -> io::Result<Self> {
         let doorbell = Arc::new(Doorbell::new()?);
         let timer = timerfd_create(TimerfdClockId::Monotonic, TimerfdFlags::CLOEXEC | TimerfdFlags::NONBLOCK)?;

@@ -6,14 +6,14 @@ use std::time::Duration;
 
 use crate::buffer::Slot;
 
-pub mod file;
+pub(crate) mod file;
 pub mod flaky;
 pub(crate) mod notify;
 mod order;
 pub(crate) mod qcow2;
 pub(crate) mod target;
 pub(crate) mod transfer;
-pub mod uring;
+pub(crate) mod uring;
 mod worker;
 
 /// What to do with a range of the image.
@@ -23,13 +23,16 @@ pub enum Operation {
     Read(Slot),
     /// The first `bytes` of the slot -> image.
     Write(Slot),
-    /// Everything completed before is durable afterwards; what is still in flight may be or not. Offset and length are
-    /// ignored.
+    /// Everything that completed before it is durable afterwards; what is still in flight may be or not. Offset and length
+    /// are ignored.
     Flush,
-    /// A hint: the range may read as anything afterwards (zeroes, or what it held where nothing can be given up).
+    /// A hint: the range may read as anything afterwards (zeroes, or what it held where space cannot be given up).
     Discard,
-    /// The range reads as zeroes afterwards; `unmap` allows to give the space back.
-    WriteZeroes { unmap: bool },
+    /// The range reads as zeroes afterwards.
+    WriteZeroes {
+        /// Whether the space may be given back.
+        unmap: bool,
+    },
 }
 
 impl Operation {
@@ -50,16 +53,20 @@ impl Operation {
 pub struct Submission {
     /// Comes back in the completion; the engine gives it no meaning.
     pub token: u64,
+    /// What to do.
     pub operation: Operation,
     /// Bytes from the start of the virtual disk.
     pub offset: u64,
+    /// Length of the range in bytes.
     pub bytes: u64,
 }
 
 /// The end of one operation: all of it, or an error. Short transfers are continued inside the engine.
 #[derive(Debug)]
 pub struct Completion {
+    /// The token of its submission.
     pub token: u64,
+    /// How it ended.
     pub result: io::Result<()>,
 }
 

@@ -47,7 +47,7 @@ impl Guard {
     }
 }
 
-/// An image on its way.
+/// A copy of an image in progress.
 #[derive(Debug)]
 pub struct FrozenImage {
     source: File,
@@ -127,12 +127,12 @@ impl FrozenImage {
         self.bytes
     }
 
+    /// Bytes that are not copied yet.
     pub fn bytes_left(&self) -> u64 {
         (self.lock().left * GRANULE_BYTES).min(self.bytes)
     }
 
-    /// Copies what is left, and sees to it that all of it is on the disk. `step` is told how much was copied, and says
-    /// whether to go on.
+    /// Copies what is left, and makes all of it durable. `step` gets the number of bytes copied, and returns whether to go on.
     pub fn copy(&self, mut step: impl FnMut(u64) -> bool) -> io::Result<()> {
         let mut buffer = Pages::new(STEP_BYTES as usize)?;
         let granules = self.bytes.div_ceil(GRANULE_BYTES);

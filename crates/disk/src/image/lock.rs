@@ -60,7 +60,7 @@ pub struct LockOwner {
 }
 
 impl LockOwner {
-    /// The machine that has this folder to itself.
+    /// The machine that owns this folder.
     pub fn with_folder(folder: &Path) -> io::Result<Self> {
         let found = fs::metadata(folder)?;
         // Spread over all bits: folders that are made one after the other have numbers that follow each other.
@@ -68,7 +68,7 @@ impl LockOwner {
         Ok(Self { machine: (mixed ^ (mixed >> 29)) & MACHINE_MASK, qemu_lives: false })
     }
 
-    /// Its QEMU lives and may hold an inherited lock: the keeper that takes it over gets past that one.
+    /// `qemu_lives`: the machine's QEMU may hold an inherited lock, which the keeper that takes it over gets past.
     pub fn with_living_qemu(self, qemu_lives: bool) -> Self {
         Self { qemu_lives, ..self }
     }

@@ -2,7 +2,7 @@
 //!
 //! path -> kind of file -> format -> lock (as QEMU locks) -> size, alignment -> engine: io_uring, else worker threads
 //!
-//! What cannot be had (O_DIRECT on tmpfs, io_uring in a container) is replaced by the next best and told by `describe`;
+//! What is not available (O_DIRECT on tmpfs, io_uring in a container) is replaced by the next best and named by `describe`;
 //! it is never an error by itself.
 
 use std::fs::{self, File};
@@ -53,23 +53,31 @@ pub enum Format {
     /// write a qcow2 header into its raw disk, and with it the name of any file of the host.
     #[default]
     Auto,
+    /// The bytes of the disk, one after the other.
     Raw,
+    /// QEMU's qcow2.
     Qcow2,
 }
 
+/// Which image to open, and how.
 #[derive(Clone, Debug)]
 pub struct ImageOptions {
+    /// The image's file, or block device.
     pub path: PathBuf,
+    /// Its format.
     pub format: Format,
+    /// Open it for reading only.
     pub read_only: bool,
     /// Around the host's page cache where the file system can; `describe` says if not.
     pub direct: bool,
     /// How long to wait for another holder of the image to let go (a killed keeper's last writes).
     pub lock_patience: Duration,
-    /// None: nobody's QEMU is to inherit the lock.
+    /// The machine whose QEMU inherits the lock. `None` if no QEMU does.
     pub owner: Option<LockOwner>,
 }
 
+/// Why an image cannot be used.
+#[allow(missing_docs, reason = "each variant's message describes it")]
 #[derive(Debug, thiserror::Error)]
 pub enum ImageError {
     #[error("disk image {path} does not exist")]
@@ -93,8 +101,8 @@ pub enum ImageError {
     #[error("cannot open the backing image of {path}")]
     Backing { path: PathBuf, source: Box<ImageError> },
     #[error(
-        "disk image {path} is still on its way out of an object store; run the machine that was restored from it until \
-         all is there"
+        "disk image {path} is still being fetched from an object store; run the machine that was restored from it until \
+         all of it has arrived"
     )]
     Arriving { path: PathBuf },
     #[error("disk image {path} already has an engine; one owner must keep the metadata of a qcow2 image")]
@@ -103,12 +111,12 @@ pub enum ImageError {
     Engine { path: PathBuf, source: io::Error },
 }
 
-/// What becomes of changes that a process before this one has noted, and not written into the image.
+/// What happens to changes that an earlier process has noted and not written into the image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Unwritten {
-    /// They count: the guest that was told of them lives.
+    /// They count: the guest that was told they were written still lives.
     Keep,
-    /// The image counts, as its guest flushed it last.
+    /// They are dropped: the image is as its guest last flushed it.
     Drop,
 }
 
@@ -128,11 +136,12 @@ enum Contents {
 }
 
 impl Image {
+    /// Opens, checks and locks an image.
     pub fn open(options: &ImageOptions) -> Result<Self, ImageError> {
         Self::open_over(options, &Arrivals::default())
     }
 
-    /// Of which some files below the top one are still on their way: who reads what is not there of them waits.
+    /// As `open`, where files below the top one may still be arriving: a reader of what is not there waits.
     pub fn open_over(options: &ImageOptions, arrivals: &Arrivals) -> Result<Self, ImageError> {
         check_kind(&options.path)?;
         let contents = match options.format {
@@ -146,15 +155,15 @@ impl Image {
         Ok(Self { path: options.path.clone(), read_only: options.read_only, owner: options.owner, contents })
     }
 
-    /// Where an engine notes changes of the image's tables that it has not written into them yet, for the process that follows
-    /// if this one is killed: a file in host memory. Without it they end with this process, back to the last flush.
+    /// Sets the file in host memory where an engine notes changes of the image's tables that it has not written yet, for the next
+    /// process if this one is killed. Without it such changes are lost with this process, back to the last flush.
     pub fn note_changes_in(&mut self, file: &Path, unwritten: Unwritten) {
         if let Contents::Qcow2(qcow2) = &mut self.contents {
             qcow2.note_changes_in(file, unwritten);
         }
     }
 
-    /// For whoever wants the image's file to be up to date.
+    /// Brings the image's file up to date, from any thread.
     pub fn committer(&self) -> Committer {
         match &self.contents {
             Contents::Raw(_) => Committer::default(),
@@ -162,16 +171,17 @@ impl Image {
         }
     }
 
+    /// Path of the image.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// The files that are open: the image and what it is based on, base last.
+    /// The open files: the image and its backing images, the base last.
     pub fn files(&self) -> io::Result<Vec<ImageFile>> {
         self.open_files().into_iter().map(|(path, file, _)| ImageFile::of_open(path, file)).collect()
     }
 
-    /// Locks on all of its files for the owner's QEMU to inherit, so that they outlive its keeper. Without an owner, none.
+    /// Locks on all of its files for the owner's QEMU to inherit, so that they outlive the keeper. Empty without an owner.
     pub fn inheritable_locks(&self) -> Result<Vec<OwnedFd>, ImageError> {
         let Some(owner) = self.owner else { return Ok(Vec::new()) };
         let lock = |(path, file, read_only): (&Path, &File, bool)| {
@@ -197,6 +207,7 @@ impl Image {
         }
     }
 
+    /// Whether it was opened for reading only.
     pub fn read_only(&self) -> bool {
         self.read_only
     }
@@ -206,7 +217,7 @@ impl Image {
         512
     }
 
-    /// What the guest should align to: below this, a write is read-modify-write somewhere.
+    /// The size that the guest should align to: a smaller write is a read-modify-write somewhere.
     pub fn physical_block_bytes(&self) -> u32 {
         match &self.contents {
             Contents::Raw(raw) => raw.physical_block_bytes(),
@@ -214,7 +225,7 @@ impl Image {
         }
     }
 
-    /// 0 where there is no preference; a cluster for qcow2, so that writes fill what they allocate.
+    /// Preferred size of an operation: 0 if there is none; a cluster for qcow2, so that writes fill what they allocate.
     pub fn optimal_io_bytes(&self) -> u32 {
         match &self.contents {
             Contents::Raw(raw) => raw.optimal_io_bytes(),
@@ -222,6 +233,7 @@ impl Image {
         }
     }
 
+    /// Whether its storage can give space back.
     pub fn supports_discard(&self) -> bool {
         match &self.contents {
             Contents::Raw(raw) => raw.supports_discard(),
@@ -229,8 +241,8 @@ impl Image {
         }
     }
 
-    /// An engine for this image, `depth` operations at once. It may be made on one thread and used on another, but the
-    /// first thread that submits keeps it.
+    /// Makes an engine for this image that carries out `depth` operations at once. It may be made on one thread and used on
+    /// another, but must stay on the first thread that submits.
     pub fn engine(&self, pool: Arc<BufferPool>, depth: u32) -> Result<Box<dyn Engine>, ImageError> {
         match &self.contents {
             Contents::Raw(raw) if raw.arrival().is_some() => Err(ImageError::Arriving { path: self.path.clone() }),
@@ -241,8 +253,8 @@ impl Image {
         }
     }
 
-    /// Sees to it that a frozen image keeps what an engine of the caller's is about to change, as the image's own does. For raw
-    /// images.
+    /// Wraps an engine of the caller's, so that a frozen image keeps what it is about to change, as with the image's own engine.
+    /// Only for raw images.
     pub fn guard(&self, engine: Box<dyn Engine>) -> Box<dyn Engine> {
         match &self.contents {
             Contents::Raw(raw) => raw.guard(engine),
@@ -250,7 +262,7 @@ impl Image {
         }
     }
 
-    /// The image's file as it is now, on its way into another file, which is new. Nothing is in flight; what the image's
+    /// Starts a copy of the image's file as it is now into `target`, a new file. Nothing may be in flight. What the image's
     /// engine changes from now on is copied first.
     pub fn freeze(&self, target: File) -> io::Result<Arc<FrozenImage>> {
         match &self.contents {
@@ -259,7 +271,7 @@ impl Image {
         }
     }
 
-    /// Looks again how long the image is, after it was resized from outside.
+    /// Reads the image's size again, after it was resized from outside.
     pub fn refresh_bytes(&mut self) -> io::Result<u64> {
         match &mut self.contents {
             Contents::Raw(raw) => raw.refresh_bytes(),
@@ -268,7 +280,7 @@ impl Image {
         }
     }
 
-    /// Which engine, around the page cache or through it, and why.
+    /// Describes which engine is used, whether around the page cache or through it, and why.
     pub fn describe(&self) -> String {
         match &self.contents {
             Contents::Raw(raw) => raw.describe(),

@@ -1,4 +1,4 @@
-//! Notes of image files: which file it is, and what it was at one moment.
+//! Notes of image files: which file it is, and its state at one moment.
 
 use std::fs::{self, File, Metadata};
 use std::io;
@@ -12,10 +12,12 @@ use serde::{Deserialize, Serialize};
 /// time of the note. A file that was written this recently is noted later.
 const UNSETTLED: Duration = Duration::from_millis(100);
 
-/// A file or block device of an image. Another one in its place is told apart.
+/// A file or block device of an image. Another one in its place is not equal.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ImageFile {
+    /// Its path.
     pub path: PathBuf,
+    /// Whether it is a block device.
     pub is_device: bool,
     device: u64,
     inode: u64,
@@ -24,12 +26,12 @@ pub struct ImageFile {
 }
 
 impl ImageFile {
-    /// What the path leads to now.
+    /// The file that the path leads to now.
     pub fn of(path: &Path) -> io::Result<Self> {
         Ok(Self::new(path, &fs::metadata(path)?))
     }
 
-    /// The file that is open, wherever its path leads by now.
+    /// The open file, wherever its path leads by now.
     pub fn of_open(path: &Path, file: &File) -> io::Result<Self> {
         Ok(Self::new(path, &file.metadata()?))
     }
@@ -45,8 +47,7 @@ impl ImageFile {
         }
     }
 
-    /// Its note, if its path still leads to it. None: that leads elsewhere, or it is a block device, of which nobody notes
-    /// when it was written.
+    /// Its note. `None` if its path leads elsewhere by now, or if it is a block device, which has no time of the last write.
     pub fn note(&self) -> io::Result<Option<ImageNote>> {
         let found = fs::metadata(&self.path)?;
         let is_this = !self.is_device && Self::new(&self.path, &found) == *self;
@@ -54,9 +55,10 @@ impl ImageFile {
     }
 }
 
-/// What a file was at one moment. Every write changes at least one of these.
+/// The state of a file at one moment. Every write changes at least one of its fields.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ImageNote {
+    /// Its path.
     pub path: PathBuf,
     device: u64,
     inode: u64,
@@ -68,7 +70,7 @@ pub struct ImageNote {
 }
 
 impl ImageNote {
-    /// None: a block device, of which nobody notes when it was written.
+    /// The note of a file. `None` for a block device, which has no time of the last write.
     pub fn of(path: &Path) -> io::Result<Option<Self>> {
         let found = fs::metadata(path)?;
         Ok(found.is_file().then(|| Self::new(path, &found)))

@@ -36,6 +36,8 @@ const NAME_BYTES_MAX: usize = 1023;
 const L1_ENTRY_BYTES: u64 = CLUSTER_BYTES / 8 * CLUSTER_BYTES;
 const DISK_BYTES_MAX: u64 = L1_BYTES_MAX / 8 * L1_ENTRY_BYTES;
 
+/// Why an overlay cannot be made.
+#[allow(missing_docs, reason = "each variant's message describes it")]
 #[derive(Debug, thiserror::Error)]
 pub enum OverlayError {
     #[error("{path}: cannot be made")]
@@ -83,15 +85,15 @@ impl Mark {
     }
 }
 
-/// Makes an image that shows what `backing` (an absolute path; `raw` or `qcow2`) holds. The backing image must not change: the
-/// new one is not opened over one that has.
+/// Makes an image over `backing` (an absolute path; its `format` is `raw` or `qcow2`). The backing image must not change: the new
+/// image refuses to open over one that has.
 pub fn create_overlay(path: &Path, backing: &Path, format: &str) -> Result<(), OverlayError> {
     let metadata = fs::metadata(backing);
     let metadata = metadata.map_err(|source| OverlayError::Backing { path: backing.to_owned(), source })?;
     create(path, backing, format, Some(Mark::of(&metadata)))
 }
 
-/// The same over an image that is still on its way, and is there for this one alone.
+/// The same over an image that is still arriving, and belongs to this overlay alone.
 pub fn create_overlay_over_arriving(path: &Path, backing: &Path, format: &str) -> Result<(), OverlayError> {
     create(path, backing, format, None)
 }

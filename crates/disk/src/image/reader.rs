@@ -17,7 +17,7 @@ use crate::arrival::Arrivals;
 use crate::block::BLOCK_BYTES;
 use crate::engine::qcow2::Chain;
 
-/// An image and its chain, locked against writers, through the page cache: who reads a snapshot is seldom alone.
+/// An image and its chain, locked against writers. Read through the page cache, because a snapshot seldom has only one reader.
 pub struct ImageReader {
     image: Image,
     data: Data,
@@ -35,12 +35,12 @@ impl std::fmt::Debug for ImageReader {
 }
 
 impl ImageReader {
-    /// `format` is not guessed: a guest can write into a raw disk what looks like another format.
+    /// Opens an image. `format` is not guessed: a guest can write into a raw disk what looks like another format.
     pub fn open(path: &Path, format: Format) -> Result<Self, ImageError> {
         Self::open_over(path, format, &Arrivals::default())
     }
 
-    /// While bytes of it, or of what is below it, are on their way.
+    /// As `open`, for an image of which bytes, or bytes of its backing images, may still be arriving.
     pub fn open_over(path: &Path, format: Format, arrivals: &Arrivals) -> Result<Self, ImageError> {
         let options = ImageOptions {
             path: path.to_owned(),
@@ -58,22 +58,23 @@ impl ImageReader {
         Ok(Self { image, data })
     }
 
+    /// Path of the image.
     pub fn path(&self) -> &Path {
         self.image.path()
     }
 
-    /// Of the disk.
+    /// Size of the disk.
     pub fn bytes(&self) -> u64 {
         self.image.bytes()
     }
 
-    /// Whole blocks, from this one on. What lies behind the disk's end is an error.
+    /// Reads whole blocks, beginning with `block`. Blocks past the disk's end are an error.
     pub fn read(&self, block: u64, blocks: &mut [u8]) -> io::Result<()> {
         let start = block.checked_mul(BLOCK_BYTES as u64).ok_or(io::ErrorKind::UnexpectedEof)?;
         self.read_at(blocks, start)
     }
 
-    /// Fills `into` from this offset on. What lies behind the disk's end is an error.
+    /// Fills `into` from this offset on. Bytes past the disk's end are an error.
     pub fn read_at(&self, into: &mut [u8], offset: u64) -> io::Result<()> {
         let end = offset.checked_add(into.len() as u64);
         if end.is_none_or(|end| end > self.image.bytes()) {
@@ -92,8 +93,8 @@ impl ImageReader {
         }
     }
 
-    /// Where the next bytes may be that are not zeroes, from this offset on: what no image of the chain holds, or is a hole in a
-    /// raw one below, is not read to find out. None: there are only zeroes left.
+    /// Offset of the next bytes, from this one on, that may not be zeroes. Nothing is read for that: bytes that no image of the
+    /// chain holds, and holes of a raw one below, are zeroes. `None` if only zeroes are left.
     pub fn next_data(&self, from: u64) -> io::Result<Option<u64>> {
         let chain = match &self.data {
             Data::Raw(file) => return next_data(file, from),
@@ -130,7 +131,7 @@ fn lock(chain: &Mutex<Chain>) -> MutexGuard<'_, Chain> {
     chain.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Behind a file's holes. None: only a hole is left.
+/// Offset of the next data of a file behind holes. `None` if only a hole is left.
 pub fn next_data(file: &File, from: u64) -> io::Result<Option<u64>> {
     match seek(file, SeekFrom::Data(from)) {
         Ok(at) => Ok(Some(at)),

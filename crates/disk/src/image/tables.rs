@@ -318,7 +318,7 @@ impl Layout {
     }
 }
 
-/// Has what an image's engine holds of its tables written into the image, from any thread.
+/// Writes changed tables that an image's engine holds into the image, from any thread.
 #[derive(Clone, Debug, Default)]
 pub struct Committer(Arc<Mutex<Weak<Tables>>>);
 
@@ -327,7 +327,7 @@ impl Committer {
         *self.tables() = Arc::downgrade(tables);
     }
 
-    /// All that was reported to the guest is in the image, and on the disk. Without an engine, or of a raw image, nothing is held.
+    /// Writes all that was reported to the guest into the image, durably. Without an engine, or for a raw image, nothing is held.
     pub fn commit(&self) -> io::Result<()> {
         let tables = self.tables().upgrade();
         tables.map_or(Ok(()), |tables| tables.commit_settled())

@@ -38,13 +38,20 @@ pub struct Age(pub u16);
 /// What one page of guest RAM holds of a disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Entry {
+    /// The page.
     pub page: RamPage,
+    /// The disk of the block.
     pub disk: DiskId,
+    /// The block that the page holds.
     pub block: u64,
+    /// Tag of the block's contents on the disk.
     pub tag: Tag,
+    /// When the entry was recorded.
     pub age: Age,
 }
 
+/// Why a ledger cannot be used.
+#[allow(missing_docs, reason = "each variant's message describes it")]
 #[derive(Debug, thiserror::Error)]
 pub enum LedgerError {
     #[error("cannot {action} ledger {path}")]
@@ -61,6 +68,7 @@ pub enum LedgerError {
     WrongLength { path: PathBuf, found: u64, expected: u64 },
 }
 
+/// The ledger of one incarnation, or of a boot set.
 pub struct Ledger {
     path: PathBuf,
     table: Table,
@@ -78,8 +86,8 @@ impl Ledger {
         Ok(Self::over(path, Table::create(path, ram_pages)?))
     }
 
-    /// A ledger that an earlier keeper left. Entries that contradict an earlier one in the table are dropped: which of
-    /// two is right cannot be told, and the tag decides at the time of serving anyway.
+    /// Opens a ledger that an earlier keeper left. Entries that contradict an earlier one in the table are dropped: nothing shows
+    /// which of the two is right, and the tag decides at the time of serving anyway.
     pub fn open(path: &Path) -> Result<Self, LedgerError> {
         let mut ledger = Self::over(path, Table::open(path)?);
         for part in 0..ledger.table.parts() {
@@ -90,9 +98,9 @@ impl Ledger {
         Ok(ledger)
     }
 
-    /// Takes all the room that it will ever need: then every entry has some.
+    /// Allocates all the space that it will ever need, so that every entry has some.
     pub fn take_room(&self) -> Result<(), LedgerError> {
-        let failed = |source| LedgerError::Access { path: self.path.clone(), action: "take the room of", source };
+        let failed = |source| LedgerError::Access { path: self.path.clone(), action: "allocate the space of", source };
         self.table.take_all().map_err(failed)
     }
 
@@ -115,7 +123,7 @@ impl Ledger {
         }
     }
 
-    /// From now on `page` holds `block` as it is on the disk.
+    /// Records that `page` holds `block` as it is on the disk.
     pub fn record(&mut self, page: RamPage, disk: DiskId, block: u64, tag: Tag) {
         if let Some(holder) = self.index.find(&self.table, disk, block)
             && holder != page
@@ -140,12 +148,12 @@ impl Ledger {
     fn is_full(&mut self, error: &io::Error) {
         if self.unrecorded == 0 {
             let (ledger, folder) = (self.path.display(), self.path.parent().unwrap_or(Path::new("/")).display());
-            tracing::warn!(%ledger, %error, "{folder} is full: what the guest reads is not noted, and the next boot is colder; enlarge it");
+            tracing::warn!(%ledger, %error, "{folder} is full: what the guest reads is not recorded, and the next boot reads more from disk; enlarge it");
         }
         self.unrecorded += 1;
     }
 
-    /// These blocks are about to change on the disk, or did.
+    /// Removes the entries of these blocks: they are about to change on the disk, or have changed.
     pub fn forget(&mut self, disk: DiskId, blocks: Range<u64>) {
         let blocks = blocks.start..blocks.end.min(BLOCK_MAX + 1);
         let asked = blocks.end.saturating_sub(blocks.start);
@@ -161,7 +169,7 @@ impl Ledger {
         }
     }
 
-    /// Nothing is known of this disk any more. Says how many entries that were.
+    /// Removes all entries of this disk. Returns how many those were.
     pub fn forget_disk(&mut self, disk: DiskId) -> u64 {
         let before = self.len();
         self.forget_by_scan(disk, 0..BLOCK_MAX + 1);
@@ -178,7 +186,7 @@ impl Ledger {
         }
     }
 
-    /// The page's contents no longer come from the disk (or are given up).
+    /// Removes the page's entry: its contents no longer come from the disk, or are given up.
     pub fn forget_page(&mut self, page: RamPage) {
         if self.entry(page).is_some() {
             self.index.remove(&self.table, page);
@@ -186,10 +194,12 @@ impl Ledger {
         }
     }
 
+    /// The entry of a block, if a page holds it.
     pub fn find(&self, disk: DiskId, block: u64) -> Option<Entry> {
         self.table.entry(self.index.find(&self.table, disk, block)?)
     }
 
+    /// The entry of a page, if it holds a block.
     pub fn entry(&self, page: RamPage) -> Option<Entry> {
         if page.0 < self.table.ram_pages() && self.table.is_touched(page) { self.table.entry(page) } else { None }
     }
@@ -200,14 +210,17 @@ impl Ledger {
         pages.filter_map(|page| self.table.entry(RamPage(page)))
     }
 
+    /// Number of entries.
     pub fn len(&self) -> usize {
         self.index.len()
     }
 
+    /// Whether it has no entry.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
+    /// Pages of RAM that it covers.
     pub fn ram_pages(&self) -> u32 {
         self.table.ram_pages()
     }
@@ -228,21 +241,22 @@ impl Ledger {
         self.dropped_at_open
     }
 
-    /// Entries that a full folder had no memory for.
+    /// Entries that were not recorded because the folder was full.
     pub fn unrecorded(&self) -> u64 {
         self.unrecorded
     }
 
-    /// What a full ledger costs, table and index, for each page of RAM.
+    /// Bytes of table and index for each page of RAM, when the ledger is full.
     pub fn bytes_per_page(&self) -> f64 {
         (self.table.bytes() + self.index.bytes()) as f64 / f64::from(self.table.ram_pages())
     }
 
-    /// Of these, memory of this process for all pages.
+    /// Bytes of the index, for all pages. It is memory of this process.
     pub fn index_bytes(&self) -> usize {
         self.index.bytes()
     }
 
+    /// Path of its file.
     pub fn path(&self) -> &Path {
         &self.path
     }

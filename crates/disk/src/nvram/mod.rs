@@ -32,7 +32,7 @@ use mirror::Mirror;
 const LOCK_PATIENCE: Duration = Duration::from_secs(10);
 /// The same for its mirror. Nothing is in flight there that ends after the process.
 const MIRROR_PATIENCE: Duration = Duration::from_secs(1);
-/// Memory files of NVRAM begin so.
+/// Prefix of NVRAM's memory files.
 pub const FILE_PREFIX: &str = "nvram-";
 
 /// When what is written also reaches the mirror.
@@ -44,24 +44,28 @@ pub enum MirrorPolicy {
     Sync,
 }
 
+/// An NVRAM device as it is configured.
 #[derive(Clone, Debug)]
 pub struct NvramOptions {
+    /// Name of the device.
     pub name: String,
     /// The folder in host memory.
     pub folder: PathBuf,
+    /// Size of the device.
     pub bytes: u64,
+    /// File of its mirror, and when that is written. `None` if it has no mirror.
     pub mirror: Option<(PathBuf, MirrorPolicy)>,
-    /// The machine that locks the mirror; none: its next keeper does not get past a lock that QEMU has inherited.
+    /// The machine that locks the mirror. Without one, its next keeper does not get past a lock that QEMU has inherited.
     pub owner: Option<LockOwner>,
 }
 
 impl NvramOptions {
-    /// Where its content is as long as the host has its memory.
+    /// The file in host memory that holds its content.
     pub fn memory_file(&self) -> PathBuf {
         memory_file(&self.folder, &self.name)
     }
 
-    /// What opening the device would stumble over, as far as it can be seen without making anything.
+    /// Checks what can be checked without making any file: sizes, and the kind of the mirror's file.
     pub fn check(&self) -> Result<(), NvramError> {
         let memory = self.memory_file();
         if let Some(has) = size_of(&memory).filter(|&has| has != self.bytes) {
@@ -79,16 +83,18 @@ impl NvramOptions {
     }
 }
 
-/// Where the content of the device of this name is as long as the host has its memory.
+/// The file in host memory that holds the content of the device with this name.
 pub fn memory_file(folder: &Path, name: &str) -> PathBuf {
     folder.join(format!("{FILE_PREFIX}{name}"))
 }
 
-/// Host memory that the device of this name takes already, whether or not anybody serves it.
+/// Host memory that the device with this name takes now, whether or not it is being served.
 pub fn resident_bytes(folder: &Path, name: &str) -> u64 {
     fs::metadata(memory_file(folder, name)).map_or(0, |metadata| metadata.blocks() * 512)
 }
 
+/// Why an NVRAM device cannot be used.
+#[allow(missing_docs, reason = "each variant's message describes it")]
 #[derive(Debug, thiserror::Error)]
 pub enum NvramError {
     #[error("nvram {name}: cannot {action} {path}")]
@@ -110,24 +116,28 @@ pub enum NvramError {
     Backing { name: String, source: BackingError },
 }
 
-/// Where the content came from.
+/// Where a device's content came from when it was opened.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Origin {
+    /// From its memory file, which an earlier keeper left.
     Memory,
+    /// From its mirror.
     Mirror,
+    /// It is new.
     Zeroes,
 }
 
 /// One device: its memory, and its mirror if there is one.
 pub struct Nvram {
     path: PathBuf,
+    /// Where its content came from.
     pub origin: Origin,
     mirror: Option<Arc<Mirror>>,
     owner: Option<LockOwner>,
 }
 
 impl Nvram {
-    /// The device, and what a disk server serves it from. The server's end writes what is not mirrored yet.
+    /// Opens a device, with what a disk server serves it from. When that server ends, it writes what is not mirrored yet.
     pub fn open(options: &NvramOptions) -> Result<(Self, Backing), NvramError> {
         let path = options.memory_file();
         let mirror = options.mirror.as_ref().map(|(path, policy)| Ok((open_mirror(options, path)?, path, *policy)));
@@ -157,24 +167,24 @@ impl Nvram {
         Ok((Self { path, origin, mirror, owner: options.owner }, backing))
     }
 
-    /// What the mirror does not have yet; none: there is no mirror.
+    /// Bytes that the mirror does not have yet. `None` without a mirror.
     pub fn dirty_bytes(&self) -> Option<u64> {
         self.mirror.as_ref().map(|mirror| mirror.dirty_bytes())
     }
 
-    /// A lock on the mirror for the owner's QEMU to inherit, so that it outlives this keeper. None without mirror or owner.
+    /// A lock on the mirror for the owner's QEMU to inherit, so that it outlives this keeper. `None` without mirror or owner.
     pub fn inheritable_lock(&self) -> io::Result<Option<OwnedFd>> {
         let Some((mirror, owner)) = self.mirror.as_ref().zip(self.owner) else { return Ok(None) };
         inheritable_lock(mirror.file(), false, owner).map(Some)
     }
 
-    /// Why the mirror could not be written last.
+    /// Why the last write to the mirror failed, if it did.
     pub fn problem(&self) -> Option<String> {
         self.mirror.as_ref()?.problem()
     }
 
-    /// The machine has stopped, and its server is gone: the memory is given back if the mirror has all of it. True: it
-    /// was. Without a mirror this memory is the only place, and stays.
+    /// Gives the memory back if the mirror has all of it. Call it when the machine has stopped and its server is gone. Returns
+    /// whether it was given back: without a mirror the memory is the only copy, and stays.
     pub fn give_back(self) -> io::Result<bool> {
         if self.dirty_bytes() != Some(0) {
             return Ok(false);
@@ -238,7 +248,7 @@ fn memory_or(options: &NvramOptions, mirror: Option<(&File, &Path)>) -> Result<O
     }
 }
 
-/// What a memory file is called until it is whole.
+/// Name of a memory file until it is complete.
 pub fn fresh_file(path: &Path) -> PathBuf {
     let mut fresh = path.as_os_str().to_owned();
     fresh.push(".new");

@@ -1,4 +1,4 @@
-//! Persistent memory: NVRAM that the guest has in its address space, and reads and writes without anybody's help (virtio-pmem).
+//! Persistent memory: NVRAM in the guest's address space, which the guest reads and writes without requests (virtio-pmem).
 //!
 //! QEMU maps its file, and answers the guest's flushes itself, with an fsync (QEMU's `hw/virtio/virtio-pmem.c`). Without a mirror
 //! that is the file in host memory, and a flush is nothing. With one it is the mirror itself: the guest has the host's page
@@ -19,6 +19,7 @@ pub const ALIGN_BYTES: u64 = 2 << 20;
 
 /// The file of one device.
 pub struct Pmem {
+    /// Where its content came from.
     pub origin: Origin,
     /// Locked, so that no other machine has it.
     mirror: Option<File>,
@@ -26,14 +27,14 @@ pub struct Pmem {
 }
 
 impl NvramOptions {
-    /// What QEMU maps if the device is persistent memory.
+    /// The file that QEMU maps if the device is persistent memory.
     pub fn pmem_file(&self) -> PathBuf {
         self.mirror.as_ref().map_or_else(|| self.memory_file(), |(mirror, _)| mirror.clone())
     }
 }
 
 impl Pmem {
-    /// All of its room is taken: a store where the file system finds none would end QEMU.
+    /// Opens a device. All of its space is allocated, because a store where the file system has none would end QEMU.
     pub fn open(options: &NvramOptions) -> Result<Self, NvramError> {
         let Some((path, _)) = &options.mirror else {
             return Ok(Self { origin: memory_or(options, None)?, mirror: None, owner: None });
@@ -44,7 +45,7 @@ impl Pmem {
             return Err(NvramError::Unmirrored { name: options.name.clone(), path: memory });
         }
         let mirror = open_mirror(options, path)?;
-        let unusable = |source| failed(options, path, "take the room of", source);
+        let unusable = |source| failed(options, path, "allocate the space of", source);
         let origin = if mirror.metadata().map_err(unusable)?.len() == 0 { Origin::Zeroes } else { Origin::Mirror };
         rustix::fs::fallocate(&mirror, FallocateFlags::empty(), 0, options.bytes)
             .map_err(std::io::Error::from)
@@ -53,7 +54,7 @@ impl Pmem {
         Ok(Self { origin, mirror: Some(mirror), owner: options.owner })
     }
 
-    /// As `Nvram::inheritable_lock`.
+    /// A lock on the mirror for the owner's QEMU to inherit, as `Nvram::inheritable_lock`.
     pub fn inheritable_lock(&self) -> io::Result<Option<OwnedFd>> {
         let Some((mirror, owner)) = self.mirror.as_ref().zip(self.owner) else { return Ok(None) };
         inheritable_lock(mirror, false, owner).map(Some)
@@ -81,7 +82,7 @@ mod tests {
             assert_eq!(Pmem::open(&options).unwrap().origin, Origin::Zeroes);
             let file = folder.path().join(name);
             assert_eq!(options.pmem_file(), file);
-            assert_eq!(fs::metadata(&file).unwrap().blocks() * 512, ALIGN_BYTES, "all of its room is taken");
+            assert_eq!(fs::metadata(&file).unwrap().blocks() * 512, ALIGN_BYTES, "all of its space is allocated");
             assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1, "there is no other file");
             fs::write(&file, vec![7; ALIGN_BYTES as usize]).unwrap();
             assert_eq!(Pmem::open(&options).unwrap().origin, again);

@@ -8,36 +8,43 @@ use crate::pulse::Pulse;
 /// A reading of the counters of one disk, since it was started.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
 pub struct DiskCounters {
+    /// Whether a QEMU is connected.
     pub connected: bool,
-    /// And each QEMU that is connected has sent something.
+    /// Whether a QEMU is connected and each that is has sent something.
     pub spoken: bool,
-    /// A second QEMU is connected and waits to take over.
+    /// Whether a second QEMU is connected and waits to take over.
     pub successor: bool,
-    /// The guest has switched its write cache off.
+    /// Whether the guest has switched its write cache off.
     pub write_through: bool,
+    /// Connections of QEMUs.
     pub connections: u64,
+    /// Read requests of the guest.
     pub reads: u64,
+    /// Write requests of the guest.
     pub writes: u64,
+    /// Flush requests of the guest.
     pub flushes: u64,
-    /// Of these, without an operation of their own on the image.
+    /// Flush requests that needed no operation of their own on the image.
     pub flushes_spared: u64,
-    /// Discards and write-zeroes.
+    /// Discard and write-zeroes requests of the guest.
     pub discards: u64,
-    /// Answered from memory.
+    /// Bytes of reads that were answered from memory.
     pub bytes_read_warm: u64,
-    /// Answered by the image.
+    /// Bytes of reads that were answered by the image.
     pub bytes_read_image: u64,
+    /// Bytes that the guest wrote.
     pub bytes_written: u64,
     /// Operations that the image refused or failed.
     pub io_errors: u64,
     /// Operations that wait until the image's file system has space again.
     pub waiting_for_space: u64,
-    /// Requests of the guest that made no sense.
+    /// Malformed requests of the guest.
     pub bad_requests: u64,
-    /// Requests that a server before us had taken and this one carried out.
+    /// Requests that an earlier server had taken and this one carried out.
     pub resumed: u64,
     /// Requests during which another one changed the same blocks: nothing is recorded from them.
     pub tainted: u64,
+    /// Time that requests waited for the limits, in microseconds.
     pub throttled_us: u64,
     /// Operations that the image has not ended yet.
     pub in_flight: u64,

@@ -79,27 +79,33 @@ const COMMAND_PATIENCE: Duration = Duration::from_secs(30);
 /// A guest under emulation sends neighbours every 50 us or so.
 const HOLD_BACK: Duration = Duration::from_micros(250);
 
-/// What a disk is called and how it is served.
+/// Name of a disk, and how it is served.
 #[derive(Clone)]
 pub struct DiskOptions {
+    /// Which of the machine's disks it is.
     pub id: DiskId,
+    /// Its name, for logs and errors.
     pub name: String,
-    /// What the guest reads as the serial number; 20 bytes at most.
+    /// Serial number that the guest reads; at most 20 bytes.
     pub serial: String,
+    /// Path of the socket to listen at.
     pub socket: PathBuf,
+    /// Number of queues.
     pub queues: u16,
-    /// Largest size of a queue, and of descriptors in a request plus two. QEMU's may be smaller.
+    /// Largest size of a queue, and largest number of descriptors in a request plus two. QEMU's queues may be smaller.
     pub queue_size: u16,
+    /// The guest may only read.
     pub read_only: bool,
     /// Frontends may tell their memory piece by piece. Not for QEMU: it tells the next server only what has changed since
     /// it told the last one, if its guest stood still in between.
     pub memory_slots: bool,
+    /// Rate limits.
     pub limits: Limits,
-    /// Whether its blocks are followed, and served from memory. Not for a disk that is memory itself.
+    /// Whether its blocks are tracked and served from memory. Not for a disk that is memory itself.
     pub tracked: bool,
-    /// Before the guest's memory, if that is short from the start on.
+    /// Gate before the guest's memory, if memory is short from the start.
     pub gate: Option<Gate>,
-    /// Called by the disk's thread: must not wait.
+    /// Takes the disk's messages. Called by the disk's thread, so it must not wait.
     pub tell: Option<Tell>,
     /// Who may connect, until `expect` says otherwise.
     pub expected: Expected,
@@ -108,7 +114,7 @@ pub struct DiskOptions {
 }
 
 impl DiskOptions {
-    /// A disk with one queue that nobody may connect to, and that has no limits. What it reads and writes is followed.
+    /// A tracked disk with one queue and no limits, to which nobody may connect.
     pub fn new(id: DiskId, name: impl Into<String>, socket: impl Into<PathBuf>) -> Self {
         Self {
             id,
@@ -129,21 +135,29 @@ impl DiskOptions {
     }
 }
 
-/// What a disk tells its keeper unasked.
+/// A message of a disk to its keeper.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Notice {
     /// The image's file system is full: requests wait.
-    OutOfSpace { why: String },
+    OutOfSpace {
+        /// The error's text.
+        why: String,
+    },
     /// Everything that waited for space is done.
-    SpaceAgain { waited: Duration },
+    SpaceAgain {
+        /// How long the first request waited.
+        waited: Duration,
+    },
 }
 
-/// Takes the notices of a disk.
+/// Takes the messages of a disk.
 pub type Tell = Arc<dyn Fn(Notice) + Send + Sync>;
 
+/// Why a disk cannot be served, or does not do what was asked.
+#[allow(missing_docs, reason = "each variant's message describes it")]
 #[derive(Debug, thiserror::Error)]
 pub enum ServerError {
-    #[error("disk {disk}: {what}; 1 to 256 queues of 16 to 1024 requests (a power of two) are possible")]
+    #[error("disk {disk}: {what}; use 1 to 256 queues of 16 to 1024 requests (a power of two)")]
     Shape { disk: String, what: String },
     #[error("disk {disk}: serial number {serial:?} is longer than 20 bytes")]
     Serial { disk: String, serial: String },
@@ -153,7 +167,7 @@ pub enum ServerError {
     Listen { disk: String, socket: PathBuf, source: io::Error },
     #[error("disk {disk}: cannot {what}")]
     Start { disk: String, what: &'static str, source: io::Error },
-    #[error("disk {disk}: image")]
+    #[error("disk {disk}: cannot serve its image")]
     Image { disk: String, source: ImageError },
     #[error(
         "disk {disk}: QEMU is connected or requests are in flight; what is tracked can change only between two QEMUs"
@@ -167,7 +181,7 @@ pub enum ServerError {
     Silent { disk: String, waited: Duration },
     #[error("disk {disk}: cannot read the size of its image again")]
     Resize { disk: String, source: io::Error },
-    #[error("disk {disk}: requests are in flight; a guest that stands still has none")]
+    #[error("disk {disk}: requests are in flight although its guest is paused")]
     NotIdle { disk: String },
     #[error("disk {disk}: requests that nobody has answered cannot be taken over: {what}")]
     Left { disk: String, what: String },
@@ -179,12 +193,15 @@ pub enum ServerError {
 
 /// An image with the engine that moves its bytes.
 pub struct Backing {
+    /// The image.
     pub image: Image,
+    /// Buffers of the engine.
     pub pool: Arc<BufferPool>,
+    /// Moves bytes between buffers and image.
     pub engine: Box<dyn Engine>,
     /// Operations that the engine takes at once.
     pub depth: u32,
-    /// So long a small read beside one that is on its way waits for more of them.
+    /// How long a small read beside one that is in flight waits for neighbours.
     pub hold_back: Duration,
 }
 
@@ -194,7 +211,7 @@ impl Backing {
         Self::with(image, |_, engine| engine)
     }
 
-    /// With an engine that has nothing to do with the image's own.
+    /// The image with an engine of the caller's instead of its own.
     pub fn over(
         image: Image,
         engine: impl FnOnce(&Arc<BufferPool>) -> io::Result<Box<dyn Engine>>,
@@ -216,6 +233,8 @@ impl Backing {
     }
 }
 
+/// Why an image has no engine or buffers.
+#[allow(missing_docs, reason = "each variant's message describes it")]
 #[derive(Debug, thiserror::Error)]
 pub enum BackingError {
     #[error("no memory for I/O buffers")]
@@ -313,13 +332,13 @@ impl DiskServer {
         Ok(Self { name, description, bytes, committer, socket, counters, pressure, commands, wake, thread, death })
     }
 
-    /// Calls this, with the reason, if the disk's thread ends without having been asked to, or has already. Nobody serves the
-    /// disk then: its guest waits for a server that comes after this one.
+    /// Calls `tell` with the reason if the disk's thread ends, or has ended, without being asked to. Nobody serves the disk then:
+    /// its guest waits for the next server.
     pub fn watch(&self, tell: impl FnOnce(String) + Send + 'static) {
         self.death.watch(Box::new(tell));
     }
 
-    /// What the next connection's requests are recorded in. Refused while one is served.
+    /// Sets what the next connection's requests are recorded in. Refused while a connection is served.
     pub fn attach(&self, tracking: Option<Tracking>) -> Result<(), ServerError> {
         let answer = self.ask(|reply| Command::Attach(Box::new(tracking), reply))?;
         if self.wait(&answer)? { Ok(()) } else { Err(ServerError::Busy { disk: self.name.clone() }) }
@@ -335,38 +354,38 @@ impl DiskServer {
         }
     }
 
-    /// Says who may connect from now on. Whoever else is connected, or waits to be, is cut off.
+    /// Sets who may connect from now on. Connections of others are closed, also those that wait.
     pub fn expect(&self, expected: Expected) -> Result<(), ServerError> {
         let answer = self.ask(|reply| Command::Expect(expected, reply))?;
         self.wait(&answer)
     }
 
-    /// As `expect`, without waiting until the disk's thread has heard it.
+    /// As `expect`, without waiting until the disk's thread has done it.
     pub fn tell_expected(&self, expected: Expected) {
         // A thread that has ended serves nobody.
         let _ = self.ask(|reply| Command::Expect(expected, reply));
     }
 
-    /// Lets a second QEMU connect, to take over from the first; or no more: then the one that waits is cut off.
+    /// Sets whether a second QEMU may connect to take over from the first. If not, one that waits is cut off.
     pub fn set_handover(&self, allowed: bool) -> Result<(), ServerError> {
         let answer = self.ask(|reply| Command::Handover(allowed, reply))?;
         self.wait(&answer)
     }
 
-    /// Lets a second QEMU connect, to take over from one that is connected and says nothing. It gets that one's inflight region,
-    /// in which its requests are that nobody has answered: a copy of the memory file that [`inflight_name`] names.
+    /// Lets a second QEMU connect, to take over from one that is connected and silent. `left` is a copy of the memory file that
+    /// [`inflight_name`] names: the first QEMU's inflight region with its unanswered requests, which the second one gets.
     pub fn set_handover_from_silent(&self, left: OwnedFd) -> Result<(), ServerError> {
         let answer = self.ask(|reply| Command::HandoverFromSilent(left, reply))?;
         self.wait(&answer)?.map_err(|what| ServerError::Left { disk: self.name.clone(), what })
     }
 
-    /// Puts a gate before the guest's memory, or takes it away: then what waits at it goes on.
+    /// Sets the gate before the guest's memory. Without one, what waits at it goes on.
     pub fn set_gate(&self, gate: Option<Gate>) -> Result<(), ServerError> {
         let answer = self.ask(|reply| Command::Gate(gate, reply))?;
         self.wait(&answer)
     }
 
-    /// From now on pages of guest memory that this disk writes to are noted there; or no more.
+    /// Sets the log in which pages of guest memory that this disk writes to are noted.
     pub fn set_write_log(&self, log: Option<Arc<WriteLog>>) -> Result<(), ServerError> {
         let answer = self.ask(|reply| Command::WriteLog(log, reply))?;
         self.wait(&answer)
@@ -383,12 +402,12 @@ impl DiskServer {
         }
     }
 
-    /// All that was reported to the guest is in the image's file, tables too. The guest may run.
+    /// Writes all that was reported to the guest into the image's file, tables too. The guest may run.
     pub fn commit(&self) -> io::Result<()> {
         self.committer.commit()
     }
 
-    /// Reads the size of the image again and tells the guest.
+    /// Reads the size of the image again and tells the guest. Returns it.
     pub fn resize(&self) -> Result<u64, ServerError> {
         let answer = self.ask(Command::Resize)?;
         let resized = self.wait(&answer)?;
@@ -402,29 +421,32 @@ impl DiskServer {
         self.bytes.load(Relaxed)
     }
 
-    /// How the image is read and written, and why so.
+    /// Describes how the image is read and written, and why.
     pub fn description(&self) -> &str {
         &self.description
     }
 
-    /// Whether its thread comes back from its work, for whoever watches over that. Outlives the server.
+    /// Pulse of its thread, for a watchdog. Outlives the server.
     pub fn pulse(&self) -> Pulse {
         self.counters.pulse.clone()
     }
 
+    /// What the disk has done so far.
     pub fn counters(&self) -> DiskCounters {
         self.counters.read()
     }
 
-    /// Whether this disk makes its guest wait, for others who would use the same device. Outlives the server.
+    /// Whether this disk makes its guest wait, for other users of the same device. Outlives the server.
     pub fn pressure(&self) -> Pressure {
         self.pressure.clone()
     }
 
+    /// Name of the disk.
     pub fn name(&self) -> &str {
         &self.name
     }
 
+    /// Path of its socket.
     pub fn socket(&self) -> &Path {
         &self.socket
     }
@@ -434,8 +456,8 @@ impl DiskServer {
         self.end(Command::Stop);
     }
 
-    /// Stops them for servers that come after them, to which their QEMU goes on talking: one that is just making itself known is
-    /// served until it has done so. Its guest goes on meanwhile; 5 s at most.
+    /// Stops servers whose QEMU will talk to the next ones. A QEMU in the middle of its first messages is served until these are
+    /// over, at most 5 s; its guest runs meanwhile.
     pub fn leave(servers: Vec<Self>) {
         servers.iter().for_each(|server| server.tell(Command::Leave));
         servers.into_iter().for_each(|mut server| server.end(Command::Leave));

@@ -1,4 +1,4 @@
-//! What the server tells ledger and warm source about the blocks that pass through it.
+//! What the server tells ledger and warm memory about the blocks that pass through it.
 //!
 //! What becomes known is collected while a request is worked on and written to the ledger under one lock. What
 //! becomes void is written at once, before the change can reach the disk.
@@ -12,13 +12,18 @@ use crate::ledger::Ledger;
 use crate::tag::{Tag, Tagger};
 use crate::warm::{AfterServing, Answered, RequestObserver, WarmMemory};
 
-/// Follows the blocks of one incarnation. Only guest pages inside the file with this identity are recorded.
+/// Tracks the blocks of one incarnation. Only guest pages inside its RAM file are recorded.
 #[derive(Clone)]
 pub struct Tracking {
+    /// Device number of the file system that holds the RAM file.
     pub ram_device: u64,
+    /// Inode number of the RAM file.
     pub ram_inode: u64,
+    /// Makes the tags of blocks.
     pub tagger: Tagger,
+    /// Takes what the guest's pages hold.
     pub ledger: Arc<Mutex<Ledger>>,
+    /// Memory that answers reads, if there is any.
     pub warm: Option<WarmMemory>,
 }
 
@@ -69,7 +74,7 @@ impl Recorder {
         self.warm()?.source.serve(self.disk, block, after, copy)
     }
 
-    /// Are the blocks of a read of so many bytes wanted in memory?
+    /// Whether the blocks of a read of `bytes` are wanted in memory.
     pub fn wants(&self, bytes: u64) -> bool {
         self.observer().is_some_and(|observer| observer.wants(bytes))
     }
@@ -100,7 +105,7 @@ impl Recorder {
         }
     }
 
-    /// The block holds these bytes from `start` on: a write of them, and of so many in all, ended and met no other request.
+    /// A write of `request_bytes` ended and met no other request: from `start` on the block holds these bytes.
     pub fn written(&self, block: u64, start: usize, bytes: &[u8], request_bytes: u64) {
         if let Some(observer) = self.observer() {
             observer.written(self.disk, block, start, bytes, request_bytes);
@@ -120,7 +125,7 @@ impl Recorder {
         self.marks.push(Mark::Record(page, block, tag));
     }
 
-    /// The page holds something else from now on. (Its tag would not fit anyway; this frees its place.)
+    /// The page holds something else from now on. (Its tag would not fit anyway; this frees its entry.)
     pub fn overwritten(&mut self, page: RamPage) {
         self.marks.push(Mark::Forget(page));
     }

@@ -24,11 +24,12 @@ const LOBBY_MAX: usize = 4;
 /// Visitors that are turned away are reported at most this often, so that nobody can fill the log.
 const WARN_EVERY: Duration = Duration::from_secs(10);
 
-/// A process that a disk's socket is for.
+/// A process that may connect to a disk's socket.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Peer {
+    /// Its process id.
     pub pid: u32,
-    /// When it was started: field 22 of /proc/PID/stat.
+    /// Start time: field 22 of /proc/PID/stat.
     pub start_ticks: u64,
 }
 
@@ -38,7 +39,7 @@ impl Peer {
         Ok(Self { pid, start_ticks: start_ticks(pid)? })
     }
 
-    /// For tests and tools that are their own frontend.
+    /// This process, for tests and tools that are their own frontend.
     pub fn this_process() -> io::Result<Self> {
         Self::of(std::process::id())
     }
@@ -47,25 +48,26 @@ impl Peer {
 /// Who may connect to a disk.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Expected {
+    /// These processes.
     pub peers: Vec<Peer>,
-    /// One more is being started. Until it is known, new connections wait in the backlog.
+    /// Another process is being started. Until it is known, new connections wait in the backlog.
     pub undecided: bool,
-    /// Whoever can open the socket. Only for servers that are not a machine's.
+    /// Any process that can open the socket. Only for servers that are not a machine's.
     pub anyone: bool,
 }
 
 impl Expected {
-    /// These processes and no other.
+    /// Only these processes may connect.
     pub fn these(peers: impl Into<Vec<Peer>>) -> Self {
         Self { peers: peers.into(), ..Self::default() }
     }
 
-    /// These, and one that is about to be started.
+    /// These processes may connect, and one that is being started.
     pub fn and_another(peers: impl Into<Vec<Peer>>) -> Self {
         Self { undecided: true, ..Self::these(peers) }
     }
 
-    /// Whoever can open the socket. Only for servers that are not a machine's.
+    /// Any process that can open the socket may connect. Only for servers that are not a machine's.
     pub fn anyone() -> Self {
         Self { anyone: true, ..Self::default() }
     }

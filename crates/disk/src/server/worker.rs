@@ -74,7 +74,7 @@ pub(super) enum Command {
     Stop,
 }
 
-/// What others hold of a disk that is being served.
+/// Handle to a disk that is being served, for other threads.
 pub struct Handle {
     pub(super) counters: Arc<Counters>,
     pub(super) pressure: Pressure,
@@ -89,18 +89,19 @@ impl Handle {
     }
 }
 
-/// How long a disk may sleep if nothing happens.
+/// How long a disk's thread may sleep if nothing happens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Pause {
-    /// Not at all: more is waiting.
+    /// Not at all: more work is waiting.
     None,
-    /// Something that waits by itself is due after this time.
+    /// At most this long: then something is due.
     AtMost(Duration),
+    /// Until something happens.
     Endless,
 }
 
-/// A disk and its socket, without the thread: whoever calls `turn` serves it. A [`DiskServer`](super::DiskServer) does so on
-/// a thread of its own, and a simulation on its only one.
+/// A disk and its socket, without a thread: it is served while somebody calls `turn`. A [`DiskServer`](super::DiskServer) does
+/// so on a thread of its own, and a simulation on its only one.
 pub struct Worker {
     name: String,
     disk: Disk,
@@ -128,7 +129,7 @@ pub struct Worker {
     stopping: bool,
 }
 
-/// Readable when something has happened that the next turn is about.
+/// Readable when there is something for the next turn.
 impl AsFd for Worker {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.poller.as_fd()
@@ -222,8 +223,8 @@ impl Worker {
         self.disk.drain(STOP_PATIENCE);
     }
 
-    /// Sleeps until something happens, but no longer than this, and does all there is to do then. Says how long the next
-    /// sleep may be.
+    /// Sleeps until something happens, but no longer than `at_most`, and does all there is to do then. Returns how long the
+    /// next sleep may be.
     pub fn turn(&mut self, at_most: Option<Duration>) -> io::Result<Pause> {
         let mut events = std::mem::take(&mut self.events);
         self.poller.wait(at_most, &mut events)?;

@@ -38,6 +38,7 @@ pub struct Tagger {
 }
 
 impl Tagger {
+    /// A tagger with this secret.
     pub fn new(key: &[u8; TAG_KEY_BYTES]) -> Self {
         let mut stretched = blake3::Hasher::new_derive_key(CONTEXT).update(key).finalize_xof();
         let first = NhKey::new(|bytes| stretched.fill(bytes));
@@ -46,7 +47,7 @@ impl Tagger {
         Self { first: Arc::new(first), last: Polyval::new(&last.into()) }
     }
 
-    /// 157 ns on a 2.6 GHz EPYC.
+    /// The tag of a block. Takes 157 ns on a 2.6 GHz EPYC.
     pub fn tag(&self, block: &[u8; BLOCK_BYTES]) -> Tag {
         let [one, other] = self.first.hash(block);
         let mut words = [0; 16];
