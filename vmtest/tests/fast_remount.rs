@@ -147,39 +147,6 @@ fn compare_volumes(vm: &TestVm, plan: &Value) -> Result<()> {
     Ok(())
 }
 
-/// A guest that has read much else leaves an ember without the blocks that it wrote. Its next boot finds them in memory all the
-/// same:
-/// the journals that are replayed, and the blocks that the earlier replay wrote.
-#[test]
-fn recently_written_blocks_are_held_for_next_boot() -> Result<()> {
-    let volumes = Volumes::make(24)?;
-    let vm = machine("written", &volumes).disk(Disk::empty(320)).boot()?;
-    let mount_and_look = || -> Result<()> {
-        volumes.mount(&vm)?;
-        vm.sh("ls -lR /v >/dev/null").map(drop)
-    };
-    let mut lines = Vec::new();
-    for (life, line) in (1..).zip(["one", "two"]) {
-        mount_and_look()?;
-        let plan = ready(&vm)?;
-        // Until then no boot has read a journal. Without the written blocks it finds 24 % in memory, with them 61 %. The rest is
-        // the kernel's read-ahead behind the end of the journals.
-        assert!(life == 1 || plan["hit_pct"].as_f64() >= Some(50.0), "{plan}");
-        volumes.append(&vm, line)?;
-        lines.push(line);
-        // A new file takes an inode, a block and an entry in the folder.
-        volumes.touch(&vm, line)?;
-        vm.sh_within("cat /dev/vdb >/dev/null", patience(60))?;
-        vm.panic()?;
-        vm.wait_incarnation(life + 1)?;
-    }
-    mount_and_look()?;
-    assert_eq!(volumes.read(&vm)?, volumes.expected(&lines));
-    let plan = ready(&vm)?;
-    assert!(plan["hit_pct"].as_f64() >= Some(99.0), "{plan}");
-    Ok(())
-}
-
 #[test]
 fn boot_set_survives_unless_the_image_changed() -> Result<()> {
     let volumes = Volumes::make(4)?;

@@ -66,7 +66,7 @@ fn keep_current(record: &mut Record) -> Result<(), RemountError> {
             // The odd factor visits each block once.
             let block = turn.wrapping_mul(0x9e37_79b9) % BLOCKS;
             set.forget(DISK, block..block + 1);
-            set.written(DISK, block, 0, &bytes, BLOCK_BYTES as u64);
+            set.written(DISK, block, 0, &bytes);
         }
         record.add(CASE, "keep_us", "us", began.elapsed().as_secs_f64() * 1e6 / BLOCKS as f64);
     }

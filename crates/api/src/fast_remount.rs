@@ -31,9 +31,6 @@ pub struct RemountPlan {
     pub hit_pct: Option<f64>,
     /// Held blocks that no boot reads, but that are read repeatedly after ready.
     pub late_blocks: u64,
-    /// Held blocks that were written recently and that no boot has read yet.
-    #[serde(default)]
-    pub written_blocks: u64,
     /// Reads since the machine was ready.
     pub later: RemountLater,
     /// Reads of the last boot that were served entirely from memory.
@@ -92,8 +89,6 @@ pub struct RemountDisk {
     pub hit_pct: Option<f64>,
     /// Held blocks that no boot reads, but that are read repeatedly after ready.
     pub late_blocks: u64,
-    #[serde(default)]
-    pub written_blocks: u64,
     /// Reads since the machine was ready.
     pub later: RemountLater,
 }

@@ -65,9 +65,9 @@ pub trait RequestObserver: Send + Sync {
     /// A read was answered from memory alone. Called while `learns`.
     fn answered(&self, disk: DiskId, how: Answered);
 
-    /// A write of `request_bytes` has ended, and met no other request: from `start` on the block holds these bytes.
-    /// Comes after the `forget` that the same write began with.
-    fn written(&self, disk: DiskId, block: u64, start: usize, bytes: &[u8], request_bytes: u64);
+    /// A write has ended, and met no other request: from `start` on the block holds these bytes. Comes after the `forget` that
+    /// the same write began with.
+    fn written(&self, disk: DiskId, block: u64, start: usize, bytes: &[u8]);
 }
 
 /// Host memory beside a disk, by its roles.

@@ -210,7 +210,6 @@ pub fn remount_plan() -> RemountPlan {
         misses: 150,
         hit_pct: Some(97.5),
         late_blocks: 31,
-        written_blocks: 12,
         later: LATER,
     };
     let volume = |partition, misses| RemountVolume {
@@ -237,7 +236,6 @@ pub fn remount_plan() -> RemountPlan {
         expected_hit_pct: Some(98.2),
         hit_pct: Some(97.5),
         late_blocks: 31,
-        written_blocks: 12,
         later: LATER,
         memory_reads: 2100,
         in_line_pct: Some(100.0),

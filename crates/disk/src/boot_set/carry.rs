@@ -1,6 +1,6 @@
 //! Carry: another limit, the same blocks. What an earlier keeper held goes over as far as it fits.
 //!
-//! what boots have read, the first read first -> what was written lately, the newest last -> the rest is left out
+//! what boots have read, the first read first -> what is held for its heat -> the rest is left out
 //!
 //! The old files have no names any more when the new ones are made: a keeper that is killed on the way leaves a boot set that
 //! holds less, and nothing else. Page by page the old one gives up what the new one takes.
@@ -16,15 +16,15 @@ impl State {
     pub(super) fn carry_over(&mut self, mut old: Self, tagger: &Tagger) -> u64 {
         self.damaged = old.damaged;
         self.take_for_read();
-        let turn = |member: &Member| (matches!(member.kind, Kind::Written { .. }), member.order);
-        let mut turns: Vec<_> = old.members.iter().map(|(key, member)| (turn(member), *key)).collect();
-        turns.sort_unstable_by_key(|(turn, _)| *turn);
-        let blocks = turns.len();
-        for ((is_written, _), key) in turns {
+        let rank = |member: &Member| (member.kind != Kind::Boot, member.order);
+        let mut ranked: Vec<_> = old.members.iter().map(|(key, member)| (rank(member), *key)).collect();
+        ranked.sort_unstable_by_key(|(rank, _)| *rank);
+        let blocks = ranked.len();
+        for ((is_late, _), key) in ranked {
             let Some((bytes, tag)) = old.take_out(key, tagger) else { continue };
-            if is_written {
-                self.keep_written(key, &bytes, tag, BLOCK_BYTES);
-            } else if self.admit(key, Some(&bytes)).is_some() {
+            let is_taken =
+                if is_late { self.admit_late(key, Some(&bytes)) } else { self.admit(key, Some(&bytes)).is_some() };
+            if is_taken {
                 self.hold(key, &bytes, tag);
             }
         }
@@ -53,7 +53,7 @@ mod tests {
     use crate::warm::{AfterServing, RequestObserver, WarmSource};
 
     const DISK: DiskId = DiskId(0);
-    /// Room for 13 and for 41 blocks.
+    /// Room for 13 and for 42 blocks.
     const SMALL: u64 = 68 << 10;
     const LARGE: u64 = 200 << 10;
 
@@ -61,16 +61,17 @@ mod tests {
         BootSet::open(folder, limit_bytes, Tagger::new(b"a key like noise")).unwrap()
     }
 
-    /// Blocks that a boot reads, others that are written lately, and one of zeroes.
-    fn filled(folder: &Path, limit_bytes: u64, read: u64, written: u64) -> BootSet {
+    /// A boot set with blocks that boots read, others that are hot, and one of zeroes.
+    fn filled(folder: &Path, limit_bytes: u64, read: u64, hot: u64) -> BootSet {
         let set = open(folder, limit_bytes);
-        set.begin();
-        set.read_from_image(DISK, 0, Some(&ZEROES));
-        (1..=read).for_each(|block| set.read_from_image(DISK, block, Some(&[block as u8; BLOCK_BYTES])));
-        set.ready();
-        for block in 100..100 + written {
-            set.forget(DISK, block..block + 1);
-            set.written(DISK, block, 0, &[block as u8; BLOCK_BYTES], 4096);
+        for _ in 0..2 {
+            set.begin();
+            set.read_from_image(DISK, 0, Some(&ZEROES));
+            (1..=read).for_each(|block| set.read_from_image(DISK, block, Some(&[block as u8; BLOCK_BYTES])));
+            set.ready();
+            for block in 100..100 + hot {
+                set.read_from_image(DISK, block, Some(&[block as u8; BLOCK_BYTES]));
+            }
         }
         set
     }
@@ -91,17 +92,17 @@ mod tests {
         assert_eq!((set.left_out(), &held(&set)), (0, &all));
         assert_eq!(all, Vec::from_iter((0..=8).chain(100..103)));
         let tally = set.plan().disks[&DISK];
-        assert_eq!((tally.blocks, tally.held, tally.written, tally.no_room), (9, 9, 3, 0));
+        assert_eq!((tally.blocks, tally.held, tally.late, tally.no_room), (9, 9, 3, 0));
         drop(set);
         assert_eq!(held(&open(folder.path(), LARGE)), all, "and is a boot set like another");
     }
 
     #[test]
-    fn a_smaller_limit_keeps_what_a_boot_reads_first_and_what_was_written_last() {
+    fn a_smaller_limit_keeps_what_boots_read_first() {
         let folder = tempfile::tempdir_in("/dev/shm").unwrap();
         drop(filled(folder.path(), LARGE, 10, 8));
         let set = open(folder.path(), SMALL);
-        assert_eq!(held(&set), Vec::from_iter((0..=10).chain(105..108)));
+        assert_eq!(held(&set), Vec::from_iter((0..=10).chain(100..103)));
         assert_eq!((set.left_out(), set.plan().disks[&DISK].no_room), (5, 0));
         assert!(set.resident_bytes() <= SMALL, "{}", set.resident_bytes());
         drop(set);

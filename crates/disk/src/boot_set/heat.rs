@@ -40,17 +40,25 @@ impl State {
     pub(super) fn read_late(&mut self, key: Key, bytes: Option<&[u8; BLOCK_BYTES]>, tagger: &Tagger) {
         if !self.members.contains_key(&key) {
             let is_hot = self.heat.is_hot(key, self.boot, self.slots as usize);
-            if !is_hot || !(self.has_room(bytes) || self.evict_written()) {
+            if !is_hot || !self.admit_late(key, bytes) {
                 return;
             }
             self.heat.seen.remove(&key);
-            let (kind, reads) = (Kind::Late, Reads::default());
-            let member = Member { boot: self.boot, order: self.order, kind, reads, place: Place::Missing };
-            self.members.insert(key, member);
         }
         if let Some(bytes) = bytes {
             self.hold(key, bytes, tagger.tag(bytes));
         }
+    }
+
+    /// Makes a block a member for its heat, if there is room.
+    pub(super) fn admit_late(&mut self, key: Key, bytes: Option<&[u8; BLOCK_BYTES]>) -> bool {
+        let has_room = self.has_room(bytes);
+        if has_room {
+            let (kind, reads) = (Kind::Late, Reads::default());
+            let member = Member { boot: self.boot, order: self.order, kind, reads, place: Place::Missing };
+            self.members.insert(key, member);
+        }
+        has_room
     }
 
     /// A boot begins: what has cooled down is forgotten.

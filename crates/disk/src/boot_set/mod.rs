@@ -7,8 +7,7 @@
 //! comes back when the page is whole: a keeper that is killed in between leaves a block that is not held, never a wrong
 //! one.
 //!
-//! Beside the members, and as far as they leave room, two kinds of blocks are held that no boot has read: for their heat
-//! (`heat`), and because they were written lately (`written`). A boot that reads one makes it a member.
+//! As far as what boots read leaves room, blocks that are often read later are held too (`heat`).
 //!
 //! A copy is void from the moment that a change of its block begins. The same change, if it ended well and met no other
 //! request, makes it valid again: with its own bytes, laid over the old ones where it changed a part. Any doubt (a second
@@ -35,7 +34,6 @@ mod pages;
 mod room;
 mod state;
 mod tally;
-mod written;
 
 use pages::resident;
 use state::{Kind, LIST_BYTES_PER_SLOT, Member, Place, State};
@@ -210,7 +208,6 @@ impl BootSet {
                 }
                 Kind::Boot => {}
                 Kind::Late => disk.late += held,
-                Kind::Written { .. } => disk.written += held,
             }
         }
         drop(state);
@@ -250,8 +247,7 @@ impl BootSet {
     /// heat.
     pub fn held(&self) -> Vec<(DiskId, u64)> {
         let state = self.lock();
-        let is_written = |member: &Member| matches!(member.kind, Kind::Written { .. });
-        let is_held = |member: &Member| matches!(member.place, Place::Held { .. }) && !is_written(member);
+        let is_held = |member: &Member| matches!(member.place, Place::Held { .. });
         let held = state.members.iter().filter(|(_, member)| is_held(member));
         let mut held: Vec<_> = held.map(|(key, member)| ((member.boot, member.order), *key)).collect();
         held.sort_unstable_by_key(|(age, _)| *age);
@@ -395,18 +391,14 @@ impl RequestObserver for BootSet {
         self.lock().tally.answers.add(how);
     }
 
-    fn written(&self, disk: DiskId, block: u64, start: usize, bytes: &[u8], request_bytes: u64) {
-        let mut state = self.lock();
-        let key = (disk, block);
-        let Some((page, known)) = state.after_write(key, start, bytes, &self.tagger) else {
-            return state.drop_copy(key);
-        };
-        let tag = self.tagger.tag(&page);
-        if state.members.contains_key(&key) {
-            state.renew_written(key);
-            state.keep(key, &page, tag, known);
-        } else if request_bytes <= written::BYTES_MAX {
-            state.keep_written(key, &page, tag, known);
+    fn written(&self, disk: DiskId, block: u64, start: usize, bytes: &[u8]) {
+        let (mut state, key) = (self.lock(), (disk, block));
+        if !state.members.contains_key(&key) {
+            return;
+        }
+        match state.after_write(key, start, bytes, &self.tagger) {
+            Some(page) => state.hold(key, &page, self.tagger.tag(&page)),
+            None => state.drop_copy(key),
         }
     }
 }

@@ -1,8 +1,8 @@
 //! Room: who has a slot, whose page takes memory, and who gives way when there is none left.
 //!
 //! A slot is a page of the file and an entry in the ledger. There are twice as many as pages that may take memory, for
-//! blocks of zeroes take none. A block that ceases to be zeroes takes a page like any other: of what was written longest
-//! ago, or, during a boot, of what older boots have read; else it is given up itself.
+//! blocks of zeroes take none. A block that ceases to be zeroes takes a page like any other: during a boot, of what older boots
+//! have read; else it is given up itself.
 
 use super::Key;
 use super::pages::ZEROES;
@@ -32,7 +32,7 @@ impl State {
     /// A slot for the bytes of a member, its own if that will do; the ledger does not name it any more.
     pub(super) fn slot_for(&mut self, key: Key, is_zero: bool) -> Option<u32> {
         let own = match self.members.get(&key)?.place {
-            Place::Held { slot } | Place::Void { slot, .. } | Place::Begun { slot, .. } => Some(slot),
+            Place::Held { slot } | Place::Void { slot, .. } => Some(slot),
             Place::Missing => None,
         };
         if let Some(slot) = own {
@@ -42,7 +42,7 @@ impl State {
             }
         }
         while !is_zero && !self.has_page() {
-            // The one that was written longest ago may be this one.
+            // The one that is evicted may be this one.
             if !self.evict() || !self.members.contains_key(&key) {
                 self.give_up(key);
                 return None;
@@ -117,7 +117,7 @@ mod tests {
 
     fn write(set: &BootSet, block: u64, fill: u8) {
         set.forget(DISK, block..block + 1);
-        set.written(DISK, block, 0, &[fill; BLOCK_BYTES], 4096);
+        set.written(DISK, block, 0, &[fill; BLOCK_BYTES]);
     }
 
     fn held(set: &BootSet, block: u64) -> Option<u8> {
@@ -150,7 +150,7 @@ mod tests {
     }
 
     #[test]
-    fn zeroes_that_are_overwritten_take_the_page_of_what_was_written_or_go() {
+    fn overwritten_zeroes_take_a_free_page_or_go() {
         let (_folder, set) = set();
         read(&set, 0..PAGES - 1, 7);
         read(&set, [100, 101], 0);
@@ -162,9 +162,22 @@ mod tests {
         assert_eq!(held(&set, 101), None, "there is no page left");
         check(&set, PAGES, 1);
         write(&set, 3, 0);
-        read(&set, [102], 0);
-        write(&set, 51, 5);
-        assert_eq!([3, 51].map(|block| held(&set, block)), [Some(0), Some(5)], "its page is another's now");
+        assert_eq!(held(&set, 3), Some(0));
+        assert!(set.resident_bytes() <= LIMIT);
+    }
+
+    #[test]
+    fn overwritten_zeroes_take_the_page_of_an_older_boot() {
+        let (_folder, set) = set();
+        read(&set, 0..PAGES, 7);
+        set.ready();
+        set.begin();
+        read(&set, [100], 0);
+        set.ready();
+        set.begin();
+        write(&set, 100, 9);
+        assert_eq!(held(&set, 100), Some(9));
+        assert_eq!((0..PAGES).filter(|&block| held(&set, block).is_none()).count(), 1);
         assert!(set.resident_bytes() <= LIMIT);
     }
 

@@ -8,7 +8,6 @@ use super::heat::Heat;
 use super::pages::{Pages, ZEROES};
 use super::room::Free;
 use super::tally::Tally;
-use super::written::Written;
 use super::{BootSet, BootSetError, Key, LEDGER_FILE, SLOTS_PER_PAGE};
 use crate::block::{BLOCK_BYTES, DiskId, RamPage};
 use crate::ledger::Ledger;
@@ -19,12 +18,9 @@ use crate::tag::{Tag, Tagger};
 const BOOTS_WITHOUT: usize = 4;
 /// Of a hash table that has just grown, for what it holds. Heat may be of as many blocks as there are members.
 const TABLE_BYTES_PER_SLOT: usize = ((size_of::<(Key, Member)>() + 1 + size_of::<(Key, u32)>() + 1) * 16).div_ceil(7);
-/// By turn; of half the pages.
-const WRITTEN_BYTES: usize = 48;
-/// What the lists need for a slot at most: members and heat, victims, free slots, which of them are filled, the ledger's index,
-/// and who was written when.
+/// What the lists need for a slot at most: members and heat, victims, free slots, which of them are filled, the ledger's index.
 pub(super) const LIST_BYTES_PER_SLOT: u64 =
-    (TABLE_BYTES_PER_SLOT + size_of::<Key>() + 4 * size_of::<u32>() + 1 + 6 + WRITTEN_BYTES / 4) as u64;
+    (TABLE_BYTES_PER_SLOT + size_of::<Key>() + 4 * size_of::<u32>() + 1 + 6) as u64;
 /// In the ledger: of a block that no boot has read. A machine has fewer disks.
 const UNREAD: u8 = 0x80;
 
@@ -45,13 +41,12 @@ pub(super) struct State {
     /// What may be given up during this boot, the oldest last.
     pub(super) victims: Vec<Key>,
     pub(super) heat: Heat,
-    pub(super) written: Written,
     pub(super) tally: Tally,
     pub(super) damaged: u64,
 }
 
 pub(super) struct Member {
-    /// The last boot that read it, and when in it. Of one that is kept because it was written: when that was.
+    /// The last boot that read it, and when in it.
     pub(super) boot: u32,
     pub(super) order: u32,
     pub(super) kind: Kind,
@@ -67,8 +62,6 @@ pub(super) enum Kind {
     Boot,
     /// For its heat (see `heat`).
     Late,
-    /// It was written lately (see `written`).
-    Written { turn: u64 },
 }
 
 /// How often a boot has read a block, by who answered.
@@ -81,17 +74,10 @@ pub(super) struct Reads {
 #[derive(Clone, Copy)]
 pub(super) enum Place {
     Missing,
-    /// A change of the block has begun: the page holds what was there before it, as many bytes as were known.
+    /// A change of the block has begun: the page holds what was there before it.
     Void {
         slot: u32,
         tag: Tag,
-        known: usize,
-    },
-    /// Writes that follow each other, as those of a log do, have told the first bytes of the block, and not yet all.
-    Begun {
-        slot: u32,
-        tag: Tag,
-        known: usize,
     },
     /// In the ledger as well, with its tag.
     Held {
@@ -152,7 +138,6 @@ impl State {
             order: 0,
             victims: Vec::new(),
             heat: Heat::default(),
-            written: Written::default(),
             tally: Tally::default(),
             damaged: 0,
         }
@@ -166,8 +151,7 @@ impl State {
         let heat = table(self.heat.capacity(), size_of::<(Key, u32)>());
         let free = (self.free.empty.capacity() + self.free.filled.capacity()) * size_of::<u32>();
         let victims = self.victims.capacity() * size_of::<Key>();
-        let written = self.written.len() * WRITTEN_BYTES;
-        (members + heat + free + victims + written + self.ledger.index_bytes()) as u64 + u64::from(self.slots)
+        (members + heat + free + victims + self.ledger.index_bytes()) as u64 + u64::from(self.slots)
     }
 
     pub(super) fn holds(&self, key: Key) -> bool {
@@ -184,10 +168,9 @@ impl State {
         self.completed.rotate_left(1);
         self.completed[BOOTS_WITHOUT - 1] = self.boot;
         self.victims = Vec::new();
-        self.drop_written_before_boot();
     }
 
-    /// What the ledger names is taken for what the last boot read, unless it says that none has.
+    /// What the ledger names counts as read by the last boot, unless it says that no boot has read it.
     fn adopt(&mut self, tagger: &Tagger) {
         let mut entries: Vec<_> = self.ledger.entries().collect();
         entries.sort_by(|one, other| self.ledger.older_first(one.age, other.age));
@@ -202,7 +185,7 @@ impl State {
             self.order += 1;
             let key = (DiskId(entry.disk.0 & !UNREAD), entry.block);
             let is_read = entry.disk == key.0;
-            let kind = if is_read { Kind::Boot } else { Kind::Written { turn: self.written.enter(key) } };
+            let kind = if is_read { Kind::Boot } else { Kind::Late };
             let place = Place::Held { slot: entry.page.0 };
             self.members.insert(key, Member { boot: 1, order: self.order, kind, reads: Reads::default(), place });
         }
@@ -223,7 +206,6 @@ impl State {
         // Their memory goes too.
         self.members = HashMap::new();
         self.heat = Heat::default();
-        self.written.clear();
         self.victims = Vec::new();
         self.tally = Tally::default();
         self.free = Free { empty: (0..self.slots).rev().collect(), filled: Vec::new() };
@@ -232,7 +214,7 @@ impl State {
 
     /// Is there room for a block that a boot reads, or can some be made?
     pub(super) fn can_make_room(&self) -> bool {
-        self.has_room(None) || !self.written.is_empty() || !self.victims.is_empty()
+        self.has_room(None) || !self.victims.is_empty()
     }
 
     /// A boot begins: what the last ones did without is given up.
@@ -278,9 +260,6 @@ impl State {
         }
         (member.boot, member.order) = (self.boot, self.order);
         let before = std::mem::replace(&mut member.kind, Kind::Boot);
-        if let Kind::Written { turn } = before {
-            self.written.leave(turn);
-        }
         // The ledger says of it that a boot has read it.
         if before != Kind::Boot
             && let Place::Held { slot } = member.place
@@ -292,9 +271,6 @@ impl State {
     }
 
     pub(super) fn evict(&mut self) -> bool {
-        if self.evict_written() {
-            return true;
-        }
         let complete = self.complete();
         while let Some(key) = self.victims.pop() {
             if self.members.get(&key).is_some_and(|member| member.may_go(complete)) {
@@ -305,16 +281,11 @@ impl State {
         false
     }
 
+    /// Holds a member's bytes. One for which there is no page any more is given up.
     pub(super) fn hold(&mut self, key: Key, bytes: &[u8; BLOCK_BYTES], tag: Tag) {
-        self.keep(key, bytes, tag, BLOCK_BYTES);
-    }
-
-    /// Only for members; one for which there is no page any more is given up. Of its bytes so many are those of the block.
-    pub(super) fn keep(&mut self, key: Key, bytes: &[u8; BLOCK_BYTES], tag: Tag, known: usize) {
         let Some(slot) = self.slot_for(key, *bytes == ZEROES) else { return };
         let Some(member) = self.members.get_mut(&key) else { return self.release(slot) };
         match self.pages.write(slot, bytes) {
-            Ok(()) if known < BLOCK_BYTES => member.place = Place::Begun { slot, tag, known },
             Ok(()) => {
                 self.ledger.record(RamPage(slot), member.disk_in_ledger(key.0), key.1, tag);
                 member.place = Place::Held { slot };
@@ -336,47 +307,42 @@ impl State {
                 let entry = self.ledger.entry(RamPage(slot));
                 self.ledger.forget_page(RamPage(slot));
                 match entry {
-                    Some(entry) => member.place = Place::Void { slot, tag: entry.tag, known: BLOCK_BYTES },
+                    Some(entry) => member.place = Place::Void { slot, tag: entry.tag },
                     None => self.drop_copy(key),
                 }
             }
-            Place::Begun { slot, tag, known } => member.place = Place::Void { slot, tag, known },
             // Two changes: what the block holds after both is not known.
             Place::Void { .. } => self.drop_copy(key),
         }
     }
 
-    /// What is known of a block after a write of these bytes: its first ones, and how many. None: nothing that is of use.
+    /// The contents of a member after a write of these bytes, if they are known: they lie over the old copy where the write has
+    /// changed a part.
     pub(super) fn after_write(
         &self,
         key: Key,
         start: usize,
         bytes: &[u8],
         tagger: &Tagger,
-    ) -> Option<([u8; BLOCK_BYTES], usize)> {
+    ) -> Option<[u8; BLOCK_BYTES]> {
         let mut page = ZEROES;
-        let known = match self.members.get(&key).map(|member| member.place) {
-            Some(Place::Void { slot, tag, known }) if bytes.len() < BLOCK_BYTES => {
-                self.read_tagged(slot, tag, tagger, &mut page).then_some(known)?
+        if bytes.len() < BLOCK_BYTES {
+            let Place::Void { slot, tag } = self.members.get(&key)?.place else { return None };
+            if !self.read_tagged(slot, tag, tagger, &mut page) {
+                return None;
             }
-            _ => 0,
-        };
-        let end = start + bytes.len();
-        page[start..end].copy_from_slice(bytes);
-        (start <= known).then(|| (page, known.max(end)))
+        }
+        page[start..start + bytes.len()].copy_from_slice(bytes);
+        Some(page)
     }
 
-    /// Without its copy nothing is left of what was only written.
+    /// The member is still expected to be read.
     pub(super) fn drop_copy(&mut self, key: Key) {
         let Some(member) = self.members.get_mut(&key) else { return };
-        let (place, kind) = (std::mem::replace(&mut member.place, Place::Missing), member.kind);
-        if let Place::Held { slot } | Place::Void { slot, .. } | Place::Begun { slot, .. } = place {
+        let place = std::mem::replace(&mut member.place, Place::Missing);
+        if let Place::Held { slot } | Place::Void { slot, .. } = place {
             self.ledger.forget_page(RamPage(slot));
             self.release(slot);
-        }
-        if let Kind::Written { turn } = kind {
-            self.written.leave(turn);
-            self.members.remove(&key);
         }
     }
 

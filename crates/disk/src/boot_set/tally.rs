@@ -89,8 +89,6 @@ pub struct DiskTally {
     pub held: u64,
     /// Held for their heat.
     pub late: u64,
-    /// Held because they were written lately.
-    pub written: u64,
     /// From reset to ready.
     pub boot: PhaseTally,
     /// From ready on.
@@ -134,11 +132,10 @@ impl AddAssign for PhaseTally {
 }
 
 impl AddAssign for DiskTally {
-    fn add_assign(&mut self, Self { blocks, held, late, written, boot, later, no_room }: Self) {
+    fn add_assign(&mut self, Self { blocks, held, late, boot, later, no_room }: Self) {
         self.blocks += blocks;
         self.held += held;
         self.late += late;
-        self.written += written;
         self.boot += boot;
         self.later += later;
         self.no_room += no_room;

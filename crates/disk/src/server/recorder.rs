@@ -105,10 +105,10 @@ impl Recorder {
         }
     }
 
-    /// A write of `request_bytes` ended and met no other request: from `start` on the block holds these bytes.
-    pub fn written(&self, block: u64, start: usize, bytes: &[u8], request_bytes: u64) {
+    /// A write ended and met no other request: from `start` on the block holds these bytes.
+    pub fn written(&self, block: u64, start: usize, bytes: &[u8]) {
         if let Some(observer) = self.observer() {
-            observer.written(self.disk, block, start, bytes, request_bytes);
+            observer.written(self.disk, block, start, bytes);
         }
     }
 

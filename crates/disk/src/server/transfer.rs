@@ -145,7 +145,7 @@ pub fn note_written(memory: &GuestMap, recorder: &mut Recorder, request: &Reques
 /// A write of whole blocks or parts of them has reached the disk, and met no other request.
 pub fn tell_written(recorder: &Recorder, request: &Request, position: u64, data: &[u8]) {
     for (at, piece) in blocks(request, position, data) {
-        recorder.written(at / BLOCK, (at % BLOCK) as usize, piece, request.bytes);
+        recorder.written(at / BLOCK, (at % BLOCK) as usize, piece);
     }
 }
 

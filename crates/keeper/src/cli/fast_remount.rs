@@ -72,11 +72,8 @@ pub fn page(plan: &RemountPlan) -> String {
         let RemountLater { hits, ember_hits, misses } = later;
         lines.push(format!("  since ready  {hits} hits, {ember_hits} from the ember, {misses} misses"));
     }
-    if plan.late_blocks + plan.written_blocks > 0 {
-        lines.push(format!(
-            "  also held  {} often-read blocks, {} recently written blocks",
-            plan.late_blocks, plan.written_blocks
-        ));
+    if plan.late_blocks > 0 {
+        lines.push(format!("  also held  {} often-read blocks", plan.late_blocks));
     }
     if plan.no_room_blocks > 0 {
         lines.push(format!("  {} blocks not held: `remount.limit` is reached", plan.no_room_blocks));

@@ -319,7 +319,7 @@ fn remount_plan_shows_held_and_missed_blocks() {
              2100 reads from memory, 100.0 % in line, median 4.5 us
              120 of them during writes to the same disk, median 5.2 us
   since ready  70 hits, 800 from the ember, 90 misses
-  also held  31 often-read blocks, 12 recently written blocks
+  also held  31 often-read blocks
   10 blocks not held: `remount.limit` is reached
 
   disk  blocks  held  hits  from ember  misses  hit rate

@@ -184,7 +184,6 @@ impl WarmReboot {
             misses: tally.boot.misses,
             hit_pct: hit_pct(&tally.boot),
             late_blocks: tally.late,
-            written_blocks: tally.written,
             later: later(&tally.later),
         });
         let volumes =
@@ -211,7 +210,6 @@ impl WarmReboot {
             expected_hit_pct: percent(all.held, all.blocks + all.no_room),
             hit_pct: hit_pct(&all.boot),
             late_blocks: all.late,
-            written_blocks: all.written,
             later: later(&all.later),
             memory_reads: plan.answers.reads,
             in_line_pct: percent(plan.answers.in_line, plan.answers.reads),

@@ -99,8 +99,8 @@ impl RequestObserver for Memory {
         self.observer().answered(disk, how);
     }
 
-    fn written(&self, disk: DiskId, block: u64, start: usize, bytes: &[u8], request_bytes: u64) {
+    fn written(&self, disk: DiskId, block: u64, start: usize, bytes: &[u8]) {
         burn(&self.storage);
-        self.observer().written(disk, block, start, bytes, request_bytes);
+        self.observer().written(disk, block, start, bytes);
     }
 }
