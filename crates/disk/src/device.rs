@@ -20,7 +20,7 @@ const HUGETLBFS_MAGIC: i64 = 0x9584_58f6;
 /// The whole disks behind a file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Devices {
-    /// By kernel name, as in /sys/block. Empty: the file is in memory.
+    /// Kernel names, as in /sys/block. Empty if the file is in memory.
     Disks(BTreeSet<String>),
     /// The file system does not say.
     Unknown,

@@ -45,11 +45,11 @@ struct Gauge {
     began: AtomicU64,
     now: Worst,
     before: Worst,
-    /// What an operation takes: without data, short, long.
+    /// Usual time of an operation: without data, short, long.
     usual: [AtomicU64; 3],
 }
 
-/// The worst of a window.
+/// The worst figures of a window.
 #[derive(Default)]
 struct Worst {
     latency: AtomicU64,

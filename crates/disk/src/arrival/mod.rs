@@ -71,7 +71,7 @@ pub struct Order {
 #[derive(Clone, Debug)]
 struct Stuck {
     why: String,
-    /// As with all others: it is not this one that is wrong.
+    /// The source is away: nothing is wrong with this unit.
     away: bool,
 }
 
@@ -80,9 +80,9 @@ struct State {
     conduct: Conduct,
     missing: BTreeSet<u64>,
     under_way: HashSet<u64>,
-    /// In the order in which they were asked for.
+    /// In the order in which readers asked for them.
     wanted: VecDeque<u64>,
-    /// Where what nobody waits for goes on.
+    /// Where to continue with units that nobody waits for.
     next: u64,
     stuck: BTreeMap<u64, Stuck>,
     landed: Vec<u64>,
@@ -97,9 +97,9 @@ pub struct Arrival {
     identity: (u64, u64),
     bytes: u64,
     source: String,
-    /// Ascending, with what each must be.
+    /// In ascending order, each with its checksum.
     units: Vec<(u64, Checksum)>,
-    /// Of all of them.
+    /// Total length of all units.
     unit_bytes: u64,
     state: Mutex<State>,
     changed: Condvar,
@@ -294,9 +294,9 @@ impl Arrival {
         Ok(true)
     }
 
-    /// As far as the disk takes it: readers go past the page cache, and what the disk did not take is zeroes to them.
+    /// Writes bytes out to the disk: readers bypass the page cache, and read zeroes where the disk does not have the bytes yet.
     fn write_out(&self, bytes: &[u8], offset: u64) -> io::Result<()> {
-        // Of what a disk refuses a file is told once: one at a time, and it is known whose that is.
+        // The kernel reports a failed write once per file. One write at a time, so that it is known which one failed.
         let _note = self.note.lock().unwrap_or_else(PoisonError::into_inner);
         self.file.write_all_at(bytes, offset)?;
         #[cfg(test)]
@@ -400,7 +400,7 @@ impl State {
         None
     }
 
-    /// One that nobody waits for.
+    /// A missing unit that nobody waits for.
     fn unwanted(&self) -> Option<u64> {
         if self.conduct != Conduct::Wait {
             return None;
@@ -412,7 +412,7 @@ impl State {
 
     fn take(&mut self, unit: u64) -> Order {
         self.under_way.insert(unit);
-        // Who reads one reads on, more often than not.
+        // A reader of one unit usually reads on.
         self.next = unit + 1;
         Order { unit }
     }
@@ -430,12 +430,13 @@ fn length_of(unit: u64, bytes: u64) -> u64 {
     UNIT_BYTES.min(bytes.saturating_sub(unit * UNIT_BYTES))
 }
 
-/// Those that somebody brings, for whoever opens images over them.
+/// All files that are arriving, for opening images over them.
 #[derive(Clone, Debug, Default)]
 pub struct Arrivals(pub Vec<Arc<Arrival>>);
 
 impl Arrivals {
-    /// Of an open file, known by what it is: paths may differ. One that nobody brings here refuses readers.
+    /// Finds the arrival of an open file by its identity, because paths may differ. A file that nobody brings here refuses
+    /// readers.
     pub(crate) fn of(&self, file: &File, path: &Path) -> io::Result<Option<Arc<Arrival>>> {
         let found = file.metadata()?;
         let ours = self.0.iter().find(|arrival| arrival.identity == (found.dev(), found.ino()));

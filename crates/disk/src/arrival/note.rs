@@ -21,7 +21,7 @@ const VERSION: u32 = 1;
 const HEAD_BYTES: usize = 32;
 const UNIT_ENTRY_BYTES: usize = 8 + CHECKSUM_BYTES;
 const SEAL_BYTES: usize = 32;
-/// For some 1.6 TiB that are not zeroes.
+/// Enough for some 1.6 TiB that are not zeroes.
 const NOTE_BYTES_MAX: u64 = 64 << 20;
 
 #[derive(Debug)]
@@ -31,7 +31,7 @@ pub struct Note {
     landed_at: u64,
 }
 
-/// What it says.
+/// Contents of a note.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Noted {
     pub bytes: u64,
@@ -41,7 +41,7 @@ pub struct Noted {
     pub landed: Vec<bool>,
 }
 
-/// Where the note of the file at `path` is.
+/// Path of the note of the file at `path`.
 pub fn path_of(path: &Path) -> PathBuf {
     let mut name = path.as_os_str().to_owned();
     name.push(".arrival");

@@ -300,7 +300,7 @@ fn images_over_it_are_read_as_it_lands_and_nobody_reads_holes_instead() {
         owner: None,
     };
     let refused = Image::open(&options).unwrap().engine(pool_of(1), 8).err().unwrap().to_string();
-    assert!(refused.contains("still on its way"), "{refused}");
+    assert!(refused.contains("still being fetched"), "{refused}");
     // By another name of the same file.
     let link = stand.folder.path().join("link");
     std::fs::hard_link(stand.path(), &link).unwrap();

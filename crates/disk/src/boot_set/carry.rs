@@ -1,9 +1,9 @@
-//! Carry: another limit, the same blocks. What an earlier keeper held goes over as far as it fits.
+//! Carrying over: with another limit, what an earlier keeper held is taken over as far as it fits.
 //!
 //! what boots have read, the first read first -> what is held for its heat -> the rest is left out
 //!
-//! The old files have no names any more when the new ones are made: a keeper that is killed on the way leaves a boot set that
-//! holds less, and nothing else. Page by page the old one gives up what the new one takes.
+//! The old files have no names any more when the new ones are made: a keeper that is killed in between leaves a boot set that
+//! holds less. Page by page the old one gives up what the new one takes.
 
 use super::Key;
 use super::pages::ZEROES;
@@ -12,7 +12,7 @@ use crate::block::BLOCK_BYTES;
 use crate::tag::{Tag, Tagger};
 
 impl State {
-    /// Into an empty one. Says how many blocks are left out.
+    /// Takes over the blocks of `old` into this empty state. Returns how many are left out.
     pub(super) fn carry_over(&mut self, mut old: Self, tagger: &Tagger) -> u64 {
         self.damaged = old.damaged;
         self.take_for_read();
@@ -32,7 +32,7 @@ impl State {
         (blocks - held.count()) as u64
     }
 
-    /// A copy, and its memory goes back.
+    /// Takes out a copy and gives its memory back.
     fn take_out(&mut self, key: Key, tagger: &Tagger) -> Option<([u8; BLOCK_BYTES], Tag)> {
         let Place::Held { slot } = self.members.get(&key)?.place else { return None };
         let mut bytes = ZEROES;

@@ -1,4 +1,4 @@
-//! Heat: what is read again and again after ready is held too, as far as the boots leave room.
+//! Heat: blocks that are read again and again after ready are held too, as far as boots leave room.
 //!
 //! File systems read much of their metadata late: a folder when it is first asked for, a bitmap at the first write. A small
 //! read that the image answered in two different boots is taken for that, whoever made it.
@@ -10,9 +10,9 @@ use super::{BLOCK, Key};
 use crate::block::BLOCK_BYTES;
 use crate::tag::Tagger;
 
-/// Longer reads are of data, or read ahead.
+/// Longer reads are of data, or read-ahead.
 pub(super) const BYTES_MAX: u64 = 4 * BLOCK;
-/// So many boots a block that nobody reads is remembered.
+/// Number of boots for which a block that nobody reads is remembered.
 const BOOTS: u32 = 2;
 
 /// Blocks that were read late, and in which boot.
@@ -26,7 +26,8 @@ impl Heat {
         self.seen.capacity()
     }
 
-    /// True: it was read in an earlier boot as well. Never more than `most` are remembered: the guest decides what it reads.
+    /// Whether it was read in an earlier boot as well. At most `most` blocks are remembered, because the guest decides what it
+    /// reads.
     fn is_hot(&mut self, key: Key, boot: u32, most: usize) -> bool {
         if self.seen.len() >= most && !self.seen.contains_key(&key) {
             return false;

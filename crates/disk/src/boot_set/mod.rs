@@ -45,9 +45,9 @@ pub const FILE_PREFIX: &str = "boot-set";
 const PAGES_FILE: &str = "boot-set-pages";
 const LEDGER_FILE: &str = "boot-set-ledger";
 const BLOCK: u64 = BLOCK_BYTES as u64;
-/// While they are given back nobody is answered: some 5 us each.
+/// Pages given back under one lock. No read is answered meanwhile: some 5 us each.
 const PUNCHES_AT_ONCE: usize = 16;
-/// For each page that takes memory there is a block of zeroes that takes none.
+/// Slots for each page that takes memory: a second one for a block of zeroes, which takes none.
 const SLOTS_PER_PAGE: u64 = 2;
 /// A page of the file, the entries in the ledger, which has a head of a page and ends with a whole one, and the lists.
 const BYTES_PER_PAGE: u64 = BLOCK + SLOTS_PER_PAGE * (16 + LIST_BYTES_PER_SLOT);
@@ -317,7 +317,7 @@ impl WarmSource for BootSet {
             state.drop_copy((disk, block));
             return None;
         };
-        // The guest's memory may be on its way, and nobody else may wait for that. Only this disk's thread changes its blocks.
+        // The guest's memory may still be arriving, and nobody else may wait for that. Only this disk's thread changes its blocks.
         drop(state);
         copy(&bytes);
         let mut state = self.lock();
@@ -371,7 +371,7 @@ impl RequestObserver for BootSet {
     fn read_from_image(&self, disk: DiskId, block: u64, bytes: Option<&[u8; BLOCK_BYTES]>) {
         let mut state = self.lock();
         let member = state.members.get(&(disk, block));
-        // One that is held was read beside one that is not, or while a write of it was on its way.
+        // A held block was read beside one that is not, or while a write of it was in flight.
         if matches!(member, Some(Member { place: Place::Held { .. }, .. })) {
             return;
         }

@@ -26,7 +26,7 @@ pub(super) struct Pages {
     file: File,
     mapping: MmapRegion<()>,
     path: PathBuf,
-    /// By page: does it take memory?
+    /// For each page, whether it takes memory.
     filled: Vec<bool>,
     filled_pages: usize,
 }
@@ -134,7 +134,7 @@ fn start_of(mapping: &MmapRegion<()>) -> NonNull<u8> {
     NonNull::new(mapping.as_ptr()).expect("mmap never returns page zero")
 }
 
-/// By page: does the file hold anything there?
+/// For each page, whether the file holds anything there.
 fn filled(file: &File, pages: usize) -> io::Result<Vec<bool>> {
     let mut filled = vec![false; pages];
     let mut from = 0;
@@ -150,7 +150,7 @@ fn filled(file: &File, pages: usize) -> io::Result<Vec<bool>> {
     }
 }
 
-/// What a file in host memory takes.
+/// Memory that a file in host memory takes.
 pub(super) fn resident(metadata: io::Result<fs::Metadata>) -> u64 {
     metadata.map_or(0, |metadata| metadata.blocks() * 512)
 }

@@ -1,4 +1,4 @@
-//! Room: who has a slot, whose page takes memory, and who gives way when there is none left.
+//! Room: which member has a slot, whose page takes memory, and which gives way when there is none left.
 //!
 //! A slot is a page of the file and an entry in the ledger. There are twice as many as pages that may take memory, for
 //! blocks of zeroes take none. A block that ceases to be zeroes takes a page like any other: during a boot, of what older boots
@@ -18,13 +18,13 @@ pub(super) struct Free {
 }
 
 impl State {
-    /// For a block that is not held, with these bytes.
+    /// Whether there is room for a block that is not held, with these bytes.
     pub(super) fn has_room(&self, bytes: Option<&[u8; BLOCK_BYTES]>) -> bool {
         let is_zero = bytes.is_some_and(|bytes| *bytes == ZEROES);
         self.members.len() < self.slots as usize && (is_zero || self.has_page())
     }
 
-    /// Is there a page that takes memory for one block more?
+    /// Whether there is a page for one more block that takes memory.
     fn has_page(&self) -> bool {
         self.pages.filled_pages() < self.pages_max + self.free.filled.len()
     }
@@ -74,7 +74,7 @@ impl State {
         self.remove(key);
     }
 
-    /// So many pages that nobody uses take no memory from now on. True: there are more of them.
+    /// Gives back the memory of up to `most` unused pages. True if there are more.
     pub(super) fn give_back_free(&mut self, most: usize) -> bool {
         let rest = self.free.filled.len().saturating_sub(most);
         let mut given = 0;

@@ -1,4 +1,4 @@
-//! What a boot set knows, under its lock: members, pages, and the ledger that names them.
+//! State of a boot set, under its lock: members, pages, and the ledger that names them.
 
 use std::cmp::Reverse;
 use std::collections::HashMap;
@@ -13,32 +13,32 @@ use crate::block::{BLOCK_BYTES, DiskId, RamPage};
 use crate::ledger::Ledger;
 use crate::tag::{Tag, Tagger};
 
-/// So many boots that came to their end without reading a member make it go: what an update has replaced, or what is read
+/// A member goes after this many complete boots without a read of it: what an update has replaced, or what is read
 /// after one kind of end only, is not held for ever.
 const BOOTS_WITHOUT: usize = 4;
-/// Of a hash table that has just grown, for what it holds. Heat may be of as many blocks as there are members.
+/// Bytes for a slot of a hash table that has just grown. There may be as many hot blocks as members.
 const TABLE_BYTES_PER_SLOT: usize = ((size_of::<(Key, Member)>() + 1 + size_of::<(Key, u32)>() + 1) * 16).div_ceil(7);
 /// What the lists need for a slot at most: members and heat, victims, free slots, which of them are filled, the ledger's index.
 pub(super) const LIST_BYTES_PER_SLOT: u64 =
     (TABLE_BYTES_PER_SLOT + size_of::<Key>() + 4 * size_of::<u32>() + 1 + 6) as u64;
-/// In the ledger: of a block that no boot has read. A machine has fewer disks.
+/// Marks a block in the ledger that no boot has read. A machine has fewer disks.
 const UNREAD: u8 = 0x80;
 
 pub(super) struct State {
     pub(super) pages: Pages,
     pub(super) ledger: Ledger,
-    /// Pages, most of which take memory: so many at most do.
+    /// Pages of the file. At most `pages_max` of them take memory.
     pub(super) slots: u32,
     pub(super) pages_max: usize,
     pub(super) free: Free,
     pub(super) members: HashMap<Key, Member>,
     /// Counts resets, from 1.
     pub(super) boot: u32,
-    /// The last boots that came to be ready, the last one at the end.
+    /// The last boots that became ready, the newest at the end.
     completed: [u32; BOOTS_WITHOUT],
     /// Counts what is read during a boot.
     pub(super) order: u32,
-    /// What may be given up during this boot, the oldest last.
+    /// Members that may be given up during this boot, the oldest last.
     pub(super) victims: Vec<Key>,
     pub(super) heat: Heat,
     pub(super) tally: Tally,
@@ -60,11 +60,11 @@ pub(super) struct Member {
 pub(super) enum Kind {
     /// A boot has read it before its end.
     Boot,
-    /// For its heat (see `heat`).
+    /// It is read often after ready (see `heat`).
     Late,
 }
 
-/// How often a boot has read a block, by who answered.
+/// How often a boot has read a block, by what answered.
 #[derive(Clone, Copy, Default)]
 pub(super) struct Reads {
     pub(super) hits: u32,
@@ -86,7 +86,7 @@ pub(super) enum Place {
 }
 
 impl Member {
-    /// For what a boot reads.
+    /// Whether it may be given up for a block that a boot reads.
     fn may_go(&self, complete: u32) -> bool {
         self.kind != Kind::Boot || self.boot < complete
     }
@@ -107,7 +107,7 @@ impl State {
         Ok(Self::over(pages, ledger, pages_max))
     }
 
-    /// What an earlier keeper left, whatever its limit was. None: nothing that can be used.
+    /// Opens what an earlier keeper left, whatever its limit was. `None` if it cannot be used.
     pub(super) fn find(folder: &Path, tagger: &Tagger) -> Option<Self> {
         let ledger = Ledger::open(&folder.join(LEDGER_FILE)).ok()?;
         let pages = Pages::open(folder, ledger.ram_pages())?;
@@ -117,7 +117,7 @@ impl State {
         Some(state)
     }
 
-    /// Can it be used with this limit as it is?
+    /// Whether it can be used with this limit as it is.
     pub(super) fn fits(&self, pages_max: u32) -> bool {
         let is_as_large = self.slots == pages_max * SLOTS_PER_PAGE as u32;
         is_as_large && self.pages.filled_pages() <= self.pages_max && self.ledger.take_room().is_ok()
@@ -143,7 +143,7 @@ impl State {
         }
     }
 
-    /// Host memory that is taken by what knows of the blocks.
+    /// Host memory of the lists.
     pub(super) fn list_bytes(&self) -> u64 {
         // Seven eighths of a table can be used.
         let table = |capacity: usize, entry: usize| (capacity * 8 / 7).next_power_of_two() * (entry + 1);
@@ -158,12 +158,12 @@ impl State {
         matches!(self.members.get(&key), Some(Member { place: Place::Held { .. }, .. }))
     }
 
-    /// The last boot that came to be ready.
+    /// The last boot that became ready.
     pub(super) fn complete(&self) -> u32 {
         self.completed[BOOTS_WITHOUT - 1]
     }
 
-    /// This boot has come to be ready.
+    /// This boot has become ready.
     pub(super) fn completes(&mut self) {
         self.completed.rotate_left(1);
         self.completed[BOOTS_WITHOUT - 1] = self.boot;
@@ -194,7 +194,7 @@ impl State {
         self.free.filled.retain(is_free);
     }
 
-    /// What is held from now on was read by a boot that nobody remembers.
+    /// Counts what is held from now on as read by an earlier boot.
     pub(super) fn take_for_read(&mut self) {
         (self.boot, self.completed) = (1, [0; BOOTS_WITHOUT]);
         self.completed[BOOTS_WITHOUT - 1] = 1;
@@ -212,7 +212,7 @@ impl State {
         self.pages.give_back_all()
     }
 
-    /// Is there room for a block that a boot reads, or can some be made?
+    /// Whether there is room for a block that a boot reads, or can be made.
     pub(super) fn can_make_room(&self) -> bool {
         self.has_room(None) || !self.victims.is_empty()
     }
@@ -239,7 +239,7 @@ impl State {
         self.victims = old.into_iter().map(|(_, key)| key).collect();
     }
 
-    /// This boot reads the block. None: there is no room for it.
+    /// This boot reads the block. `None` if there is no room for it.
     pub(super) fn admit(&mut self, key: Key, bytes: Option<&[u8; BLOCK_BYTES]>) -> Option<&mut Member> {
         if !self.members.contains_key(&key) {
             if !self.has_room(bytes) && !self.evict() {
@@ -351,7 +351,7 @@ impl State {
         self.members.remove(&key);
     }
 
-    /// Fills `bytes` with a page that the ledger names. None: it is not what the ledger says.
+    /// Fills `bytes` with a page that the ledger names. `None` if its tag is not the ledger's.
     pub(super) fn read(&self, slot: u32, tagger: &Tagger, bytes: &mut [u8; BLOCK_BYTES]) -> Option<Tag> {
         let tag = self.ledger.entry(RamPage(slot))?.tag;
         self.read_tagged(slot, tag, tagger, bytes).then_some(tag)

@@ -9,7 +9,7 @@ use crate::warm::Answered;
 
 /// Runs of missed blocks that are listed; more are only counted. The guest decides how many there are.
 const RUNS_MAX: usize = 1024;
-/// The same of blocks that the next boot will read: 400 volumes have some thousand.
+/// The same for blocks that the next boot will read: 400 volumes have some thousand.
 const PLANNED_RUNS_MAX: usize = 8192;
 
 /// Times are counted in steps of this, up to a thousand of them.
@@ -21,9 +21,9 @@ const STEPS: usize = 1000;
 pub struct Answers {
     /// How many they were.
     pub reads: u64,
-    /// Of these, answered before the disk's thread turned to anything else.
+    /// Number of these that were answered before the disk's thread turned to anything else.
     pub in_line: u64,
-    /// Of these, answered while a change of the same disk was on its way to the image.
+    /// Number of these that were answered while a change of the same disk was in flight to the image.
     pub beside_writes: u64,
     by_time: Times,
     by_time_beside_writes: Times,
@@ -80,14 +80,14 @@ impl Answers {
     }
 }
 
-/// One disk in a boot, and in the next one.
+/// Numbers of one disk in a boot and for the next one.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct DiskTally {
-    /// Read by the last boot, so expected to be read by the next one.
+    /// Blocks that the last boot read, so the next one is expected to.
     pub blocks: u64,
-    /// Of these, held.
+    /// Number of these that are held.
     pub held: u64,
-    /// Held for their heat.
+    /// Blocks held for their heat.
     pub late: u64,
     /// From reset to ready.
     pub boot: PhaseTally,
@@ -97,12 +97,12 @@ pub struct DiskTally {
     pub no_room: u64,
 }
 
-/// A part of a disk in a boot, and in the next one.
+/// Numbers of a part of a disk in a boot and for the next one.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Share {
-    /// Read by the last boot, so expected to be read by the next one.
+    /// Blocks that the last boot read, so the next one is expected to.
     pub blocks: u64,
-    /// Of these, held.
+    /// Number of these that are held.
     pub held: u64,
     /// Blocks that memory answered from reset to ready, boot set or ember.
     pub hits: u64,
@@ -166,15 +166,15 @@ pub struct PlannedRun {
 /// What a boot set holds for the next boot, and how the last one went.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Plan {
-    /// The boot is not over yet.
+    /// Whether the boot is still going on.
     pub learning: bool,
     /// Each disk.
     pub disks: BTreeMap<DiskId, DiskTally>,
-    /// What the next boot is expected to read, in that order.
+    /// Blocks that the next boot is expected to read, in that order.
     pub reads: Vec<PlannedRun>,
     /// Blocks of it that are not listed.
     pub reads_unlisted: u64,
-    /// What the image answered, in the order of reading; neighbours that were read one after the other are one run.
+    /// Blocks that the image answered, in the order of reading; neighbours that were read one after the other are one run.
     pub missed: Vec<(DiskId, Range<u64>)>,
     /// Misses that are not listed.
     pub missed_unlisted: u64,

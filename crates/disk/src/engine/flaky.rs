@@ -278,7 +278,7 @@ impl FlakyEngine {
             }
             _ => None,
         };
-        // Who waits to be overtaken, and has nobody left but held ones, would wait for ever.
+        // An operation that waits to be overtaken, when only held ones are left, would wait for ever.
         let is_overtaken = |pending: &Pending| matches!(pending.stage, Stage::Ended { overtakers: 1.., .. });
         let is_held = |pending: &Pending| matches!(pending.fault, Some(Fault::HoldStart | Fault::HoldEnd));
         let is_stuck = |pending: &Pending| is_overtaken(pending) || is_held(pending);

@@ -129,7 +129,7 @@ impl Qcow2Worker {
         places.into_iter().try_for_each(|(storage, offset, bytes)| storage.discard(offset, bytes))
     }
 
-    /// Where the range lies in the top image, which is nobody else's place.
+    /// Where the range lies in the top image. No other image uses that space.
     fn places(&self, offset: u64, bytes: u64) -> io::Result<Vec<(&GuardedFile, u64, u64)>> {
         let (mut at, end) = (offset, offset + bytes);
         let mut places = Vec::new();

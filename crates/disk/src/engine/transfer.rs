@@ -22,7 +22,7 @@ const ZEROES_BYTES: usize = 128 << 10;
 
 /// Memory beside the pool that transfers need: made once an engine.
 pub(super) struct Scratch {
-    /// For the one transfer that runs alone.
+    /// Buffer of the one transfer that runs alone.
     bounce: Pages,
     /// Never written: the source of written zeroes.
     zeroes: Pages,
@@ -45,7 +45,7 @@ pub(super) struct Job {
 }
 
 impl Job {
-    /// Does this job need the bounce buffer, and so must run alone?
+    /// Whether this job needs the bounce buffer, and so must run alone.
     pub(super) fn is_unaligned(&self, alignment: u64) -> bool {
         let moves_bytes = match self.submission.operation {
             Operation::Read(_) | Operation::Write(_) => true,
@@ -84,7 +84,7 @@ pub(super) enum Call {
     SyncData,
 }
 
-/// What an ended call leads to.
+/// What follows an ended call.
 #[derive(Debug)]
 pub(super) enum Next {
     Call(Call),

@@ -75,7 +75,7 @@ impl UringEngine {
         })
     }
 
-    /// Are the buffers pinned once? If not (the locked-memory limit is below the pool's size), each request pins its own.
+    /// Whether the buffers are pinned once. If not (the locked-memory limit is below the pool's size), each request pins its own.
     pub fn pool_is_registered(&self) -> bool {
         self.pool_is_registered
     }
@@ -274,7 +274,7 @@ impl Drop for UringEngine {
     }
 }
 
-/// Can this process use io_uring? Containers often forbid it.
+/// Checks whether this process can use io_uring. Containers often forbid it.
 pub fn check_available() -> io::Result<()> {
     new_ring(1).map(drop)
 }

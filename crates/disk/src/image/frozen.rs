@@ -18,7 +18,7 @@ use rustix::io::Errno;
 use super::open::{file_bytes, read_aligned};
 use crate::buffer::Pages;
 
-/// What is copied before one change at least.
+/// The least that is copied before a change.
 const GRANULE_BYTES: u64 = 64 << 10;
 /// Copied at a time: a guest that writes there waits for all of it.
 const STEP_BYTES: u64 = 256 << 10;
@@ -95,7 +95,7 @@ impl State {
     }
 }
 
-/// What there is to do about a granule.
+/// What to do about a granule.
 enum Next {
     /// It is copied, or need not be.
     Done,

@@ -22,7 +22,7 @@ use crate::arrival::Arrival;
 use crate::block::BLOCK_BYTES;
 use crate::engine::{Completion, Engine, Operation, Submission};
 
-/// Who hears of an operation before the engine has it.
+/// Asked before the engine gets an operation.
 pub(super) enum Witness {
     /// Of changes, where the file is the disk byte for byte.
     Guard(Guard),
@@ -90,9 +90,9 @@ pub(crate) struct GuardedFile {
     descriptor: Arc<File>,
     guard: Guard,
     arrival: Option<Arc<Arrival>>,
-    /// Of offsets and lengths; 1 through the page cache.
+    /// Alignment of offsets and lengths; 1 through the page cache.
     alignment: usize,
-    /// Where changes may end at most: an entry of a damaged table may lead anywhere.
+    /// The highest offset where changes may end: an entry of a damaged table may lead anywhere.
     reach: u64,
     /// Whether the library may free clusters; so it is once a change has failed. Shared by all clones.
     may_free: Arc<AtomicBool>,

@@ -40,7 +40,7 @@ const CONVERT: &str = "rewrite it with qemu-img convert";
 const REPAIR: &str = "repair it with qemu-img check -r all";
 const RESTORE: &str = "restore it from a copy";
 
-/// What we need to know of a header.
+/// The parts of a header that are needed here.
 #[derive(Debug)]
 pub(super) struct Header {
     /// Size of the disk.
@@ -63,7 +63,7 @@ pub(super) struct Geometry {
     pub refcount_table_bytes: u64,
     /// A reference count has 2 to the power of this many bits.
     refcount_order: u32,
-    /// Where a change of the image may end at most.
+    /// The highest offset where a change of the image may end.
     pub reach: u64,
     file_bytes: u64,
 }

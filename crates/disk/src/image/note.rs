@@ -21,7 +21,7 @@ pub struct ImageFile {
     pub is_device: bool,
     device: u64,
     inode: u64,
-    /// Where the file system tells: another file may get the same number.
+    /// Birth time, if the file system has it: another file may get the same inode number.
     made: Option<SystemTime>,
 }
 
@@ -65,7 +65,7 @@ pub struct ImageNote {
     bytes: u64,
     modified: (i64, i64),
     changed: (i64, i64),
-    /// Where the file system tells: another file may get the same number.
+    /// Birth time, if the file system has it: another file may get the same inode number.
     made: Option<SystemTime>,
 }
 

@@ -9,7 +9,7 @@ use rustix::fs::{Advice, AtFlags, StatxFlags, fadvise, fstatfs, statx};
 use super::{Format, ImageOptions};
 use crate::engine::transfer::ALIGNMENT_MAX;
 
-/// What O_DIRECT wants where the kernel does not tell (before 6.1, or some file systems): safe everywhere.
+/// Alignment for O_DIRECT where the kernel does not say (before 6.1, or some file systems): safe everywhere.
 const ALIGNMENT_UNTOLD: u64 = 4096;
 
 const TMPFS_MAGIC: i64 = 0x0102_1994;
@@ -80,7 +80,7 @@ pub(super) fn file_bytes(mut file: &File) -> io::Result<u64> {
     file.seek(SeekFrom::End(0))
 }
 
-/// As much as fits and as there is, of a file that may be open with O_DIRECT; so the buffer and the offset are aligned.
+/// Reads as much as fits and as there is. The file may be open with O_DIRECT, so buffer and offset are aligned.
 pub(super) fn read_aligned(file: &File, aligned: &mut [u8], offset: u64) -> io::Result<usize> {
     let mut length = 0;
     while length < aligned.len() {

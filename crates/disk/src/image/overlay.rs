@@ -30,9 +30,9 @@ pub(super) const BACKING_FORMAT: u32 = 0xe279_2aca;
 /// Header extension: what the backing image was like.
 pub(super) const BACKING_MARK: u32 = 0x4865_7274;
 const MARK_BYTES: usize = 24;
-/// The format knows no longer ones.
+/// Longest name that the format allows.
 const NAME_BYTES_MAX: usize = 1023;
-/// One L1 entry leads to so many bytes of the disk.
+/// Bytes of the disk that one L1 entry leads to.
 const L1_ENTRY_BYTES: u64 = CLUSTER_BYTES / 8 * CLUSTER_BYTES;
 const DISK_BYTES_MAX: u64 = L1_BYTES_MAX / 8 * L1_ENTRY_BYTES;
 
@@ -52,7 +52,7 @@ pub enum OverlayError {
     TooLarge { path: PathBuf, bytes: u64 },
 }
 
-/// Of a backing image: another one, or the same after a change, has another.
+/// Identity of a backing image: another image, or the same after a change, has another one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Mark {
     bytes: u64,

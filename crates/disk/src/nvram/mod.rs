@@ -1,10 +1,10 @@
 //! NVRAM: a disk that is a file in host memory, for journals and logs whose every write is waited for.
 //!
-//! memory file there -> it is the content : mirror there -> read into memory : zeroes
+//! memory file exists -> it is the content : mirror exists -> read into memory : zeroes
 //! a write -> memory, in line -> its blocks are dirty -> mirror: at the next flush (sync), within a second (async), never
 //!
-//! The memory file outlives guests, QEMUs and keepers; the mirror outlives the host's memory. Whoever finds a memory file
-//! takes all of it for dirty: what of it a dead keeper had mirrored nobody knows.
+//! The memory file outlives guests, QEMUs and keepers; the mirror outlives the host's memory. A keeper that finds a memory file
+//! takes all of it for dirty, because it cannot know what its predecessor had mirrored.
 
 use std::fs::{self, File, OpenOptions};
 use std::io;
@@ -28,9 +28,9 @@ pub mod pmem;
 use engine::NvramEngine;
 use mirror::Mirror;
 
-/// A keeper that was killed may need a moment to be gone.
+/// A killed keeper may need a moment to end.
 const LOCK_PATIENCE: Duration = Duration::from_secs(10);
-/// The same for its mirror. Nothing is in flight there that ends after the process.
+/// The same for its mirror, where nothing is in flight that ends after the process.
 const MIRROR_PATIENCE: Duration = Duration::from_secs(1);
 /// Prefix of NVRAM's memory files.
 pub const FILE_PREFIX: &str = "nvram-";
@@ -269,7 +269,7 @@ fn fill(options: &NvramOptions, path: &Path, mirror: Option<(&File, &Path)>) -> 
     })
 }
 
-/// All of the file's memory is taken now: a write must not find none.
+/// Fills a new memory file. All of its memory is allocated now, so that no write finds none.
 fn fill_under(fresh: &Path, options: &NvramOptions, mirror: Option<(&File, &Path)>) -> Result<Origin, NvramError> {
     let file = OpenOptions::new().read(true).write(true).create(true).truncate(true).mode(0o600).open(fresh);
     let file = file.map_err(|source| failed(options, fresh, "make", source))?;

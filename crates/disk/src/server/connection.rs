@@ -55,7 +55,7 @@ fn new_queues(device: Device, poller: &Poller) -> Vec<Queue> {
     (0..device.queues).map(|index| Queue::new(index, device.queue_size, &poller.signaller)).collect()
 }
 
-/// What a message is answered with.
+/// Answer to a message.
 enum Answer {
     /// An acknowledgement, if one was asked for.
     Done,
@@ -158,12 +158,12 @@ impl Connection {
         })
     }
 
-    /// Has any queue been started and not been stopped and drained since?
+    /// Whether any queue was started and has not been stopped and drained since.
     pub fn is_started(&self) -> bool {
         self.queues.iter().any(Queue::is_started)
     }
 
-    /// Does the frontend talk? Once its queues are served it has nothing more to say.
+    /// Whether the frontend has sent something within this time. Once its queues are served it has nothing more to send.
     pub fn is_talking(&self, silence: Duration) -> bool {
         self.heard.elapsed() < silence
     }
@@ -174,7 +174,7 @@ impl Connection {
         is_stopping.then_some(Stop { connection: self.id, starts: self.starts })
     }
 
-    /// Does an answer wait for requests in flight? Then nothing is read meanwhile.
+    /// Whether an answer waits for requests in flight. No message is read meanwhile.
     pub fn is_waiting(&self) -> bool {
         self.waiting.is_some()
     }
@@ -189,7 +189,7 @@ impl Connection {
         }
     }
 
-    /// Must a write be durable before it is answered? (virtio 1.2, 5.2.6.2)
+    /// Whether a write must be durable before it is answered (virtio 1.2, 5.2.6.2).
     pub fn writes_through(&self) -> bool {
         if self.features & config::CONFIG_WCE != 0 {
             self.write_through.load(Relaxed)

@@ -1,4 +1,4 @@
-//! What a disk has done, in plain numbers. Written by the disk's thread alone, read by anybody.
+//! Counters of a disk. Only the disk's thread writes them; anybody may read them.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -57,12 +57,12 @@ macro_rules! counters {
     ($($name:ident),*) => {
         #[derive(Default)]
         pub struct Counters {
-            /// Of the disk's thread.
+            /// Pulse of the disk's thread.
             pub pulse: Pulse,
             pub connected: AtomicBool,
             pub spoken: AtomicBool,
             pub successor: AtomicBool,
-            /// Of the guest: its connections keep it current.
+            /// The guest has switched its write cache off. Its connections keep this current.
             pub write_through: Arc<AtomicBool>,
             $(pub $name: AtomicU64,)*
         }
@@ -101,7 +101,7 @@ counters!(
     stop_asked_us
 );
 
-/// One writer: a load and a store are cheaper than a locked addition, and just as right.
+/// Adds to a counter. It has one writer, so a load and a store are as right as a locked addition, and cheaper.
 pub fn add(counter: &AtomicU64, amount: u64) {
     counter.store(counter.load(Ordering::Relaxed).wrapping_add(amount), Ordering::Relaxed);
 }

@@ -61,7 +61,7 @@ mod tests {
 
     use super::*;
 
-    /// What a watcher hears of such an end, be it there before the end or after it.
+    /// The reason that a watcher gets, whether it registered before or after the end.
     #[track_caller]
     fn check(work: fn() -> Result<(), String>, expected: Option<&str>) {
         for watches_before in [true, false] {

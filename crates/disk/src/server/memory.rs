@@ -72,7 +72,7 @@ pub struct GuestMap {
     tracked: Option<FileIdentity>,
     /// None: all memory may be taken.
     gate: Option<Gate>,
-    /// Of this process's own; QEMU's is `log`.
+    /// This process's own log; QEMU's is `log`.
     write_log: Option<Arc<WriteLog>>,
 }
 
@@ -108,7 +108,7 @@ impl GuestMap {
         self.gate_of(region).is_none_or(|gate| gate.keeper.is_granted(region.in_file(offset, bytes)))
     }
 
-    /// May this memory be written to? What can be granted for that is granted. False: ask again later.
+    /// Whether this memory may be written to. Memory that can be granted for that is granted. False: ask again later.
     pub fn admit(&self, address: u64, bytes: u64) -> bool {
         if self.gate.is_none() {
             return true;

@@ -40,7 +40,7 @@ impl Peers {
         self.waiting.is_some()
     }
 
-    /// May one more connect? The first only when nothing of an earlier one is on its way to the image.
+    /// Whether one more may connect. The first may only when nothing of an earlier one is in flight to the image.
     pub fn has_room(&self, idle: bool) -> bool {
         match self.serving {
             None => idle,
@@ -64,7 +64,7 @@ impl Peers {
         }
     }
 
-    /// One more has connected.
+    /// A QEMU has connected.
     pub fn add(&mut self, mut connection: Connection) {
         connection.write_through = Arc::clone(&self.write_through);
         match self.serving {
@@ -80,7 +80,7 @@ impl Peers {
         }
     }
 
-    /// One is gone; the other, if there is one, goes on alone.
+    /// A QEMU is gone; the other one, if there is one, goes on alone.
     pub fn remove(&mut self, id: u32) -> Option<Connection> {
         if self.waiting.as_ref().is_some_and(|waiting| waiting.id == id) {
             return self.waiting.take();

@@ -36,7 +36,7 @@ pub enum QueueError {
     Missing { queue: u32 },
 }
 
-/// What of the negotiation matters to a queue.
+/// The part of the negotiation that matters to a queue.
 #[derive(Clone, Copy)]
 pub struct Agreed {
     pub event_index: bool,
@@ -145,7 +145,7 @@ impl Queue {
 
     pub fn set_call(&mut self, call: Option<EventCounter>) {
         self.call = call;
-        // Whoever gives a new descriptor may have missed what the old one said.
+        // A frontend that gives a new descriptor may have missed signals on the old one.
         if let Some(ring) = &mut self.ring {
             ring.wake_in_any_case();
             self.answered = true;
@@ -246,7 +246,7 @@ impl Queue {
         if self.stopping { self.can_resume() } else { self.ready && self.enabled && self.is_usable() }
     }
 
-    /// Is something in the ring that nobody kicked for (yet)?
+    /// Whether something is in the ring that nobody kicked for (yet).
     pub fn look(&mut self, memory: &GuestMap) -> bool {
         if let Some(ring) = self.ring.as_ref().filter(|_| self.enabled && !self.unmapped) {
             // A ring that cannot be read is found broken by who takes from it.
@@ -290,7 +290,7 @@ impl Queue {
         }
     }
 
-    /// Is there memory for the used ring?
+    /// Whether there is memory for the used ring.
     pub fn may_answer(&self, memory: &GuestMap) -> bool {
         let (_, _, used_bytes) = part_bytes(self.size);
         self.ring.as_ref().is_none_or(|ring| memory.admit(ring.place.used, used_bytes))

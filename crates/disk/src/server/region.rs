@@ -35,7 +35,7 @@ pub(super) struct Region {
     /// A bit for each page: has all of it been written here before? Memory that takes none before it is touched: a region
     /// without end is a few pages of a sparse file.
     written: MmapRegion<()>,
-    /// As far as is known, the file can be written to as one.
+    /// The file can be written to as a file, as far as is known.
     by_file: Cell<bool>,
 }
 
@@ -84,7 +84,7 @@ impl Region {
         slice.copy_from(bytes);
     }
 
-    /// Are these whole pages, none of which was written before?
+    /// Whether these are whole pages that were not written before.
     fn is_first_time(&self, offset: usize, bytes: usize) -> bool {
         if !self.by_file.get() || bytes == 0 || !(offset | bytes).is_multiple_of(BLOCK_BYTES) {
             return false;

@@ -42,7 +42,7 @@ pub enum Kind {
 }
 
 impl Kind {
-    /// Does it change what blocks hold?
+    /// Whether it changes what blocks hold.
     pub fn changes_blocks(self) -> bool {
         matches!(self, Self::Write | Self::Discard | Self::WriteZeroes { .. })
     }

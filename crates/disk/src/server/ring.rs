@@ -129,7 +129,7 @@ impl Ring {
         self.has_news(memory)
     }
 
-    /// Has the guest announced more than was taken?
+    /// Whether the guest has announced more than was taken.
     pub fn has_news(&self, memory: &GuestMap) -> Result<bool, RingFault> {
         Ok(memory.load_u16(self.place.available + 2, Ordering::Acquire)? != self.next_available)
     }
@@ -139,7 +139,7 @@ impl Ring {
         self.decided_used = None;
     }
 
-    /// Does the guest want to be woken for what was pushed since the last call?
+    /// Whether the guest wants to be woken for what was pushed since the last call.
     pub fn wants_wake(&mut self, memory: &GuestMap) -> Result<bool, RingFault> {
         let decided = self.decided_used.replace(self.next_used);
         if decided == Some(self.next_used) {
@@ -190,7 +190,7 @@ impl Ring {
     }
 }
 
-/// Did the index pass `event` on its way from `old` to `new`? (virtio 1.2, 2.7.7.2)
+/// Whether the index passed `event` on its way from `old` to `new` (virtio 1.2, 2.7.7.2).
 fn crossed(event: u16, new: u16, old: u16) -> bool {
     new.wrapping_sub(event).wrapping_sub(1) < new.wrapping_sub(old)
 }

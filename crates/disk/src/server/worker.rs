@@ -44,7 +44,7 @@ const ROUNDS_MAX: usize = 32;
 const WATCH: Duration = Duration::from_micros(30);
 /// An engine that cannot take operations now is asked again after this time.
 const SUBMIT_AGAIN: Duration = Duration::from_millis(1);
-/// One that leaves waits until its QEMU has said nothing for so long,
+/// A server that leaves waits until its QEMU has been silent for this long,
 const SILENCE: Duration = Duration::from_millis(300);
 /// and at most for this long.
 const LEAVE_PATIENCE: Duration = Duration::from_secs(5);
@@ -57,7 +57,7 @@ const LEAVE_LOOK: Duration = Duration::from_millis(5);
 /// A stop does not wait longer than this for the image.
 const STOP_PATIENCE: Duration = Duration::from_secs(10);
 
-/// What the keeper may want of a disk.
+/// Commands of the keeper to a disk.
 pub(super) enum Command {
     Attach(Box<Option<Tracking>>, Sender<bool>),
     Drain(Sender<()>),
@@ -69,7 +69,7 @@ pub(super) enum Command {
     WriteLog(Option<Arc<WriteLog>>, Sender<()>),
     /// None: something is in flight.
     Freeze(File, Sender<Option<io::Result<Arc<FrozenImage>>>>),
-    /// Stop, and do not hang up on a QEMU in the middle of its first words.
+    /// Stop, but let a QEMU finish its first messages.
     Leave,
     Stop,
 }
@@ -122,9 +122,9 @@ pub struct Worker {
     answered: bool,
     draining: Vec<Sender<()>>,
     next_connection: u32,
-    /// Of a QEMU that says nothing, for the next connection.
+    /// The inflight region of a silent QEMU, for the next connection.
     left: Option<MemoryFile>,
-    /// Since when.
+    /// When the server began to leave.
     leaving: Option<Instant>,
     stopping: bool,
 }
@@ -237,8 +237,8 @@ impl Worker {
         Ok(pause)
     }
 
-    /// Do many descriptors wait to be closed, because their owner does not let them go? No connection is accepted then, at any
-    /// disk of this process. This thread is woken when that is over.
+    /// Whether many descriptors wait to be closed, because their other end holds up the close. Then no disk of this process accepts
+    /// a connection. This thread is woken when that is over.
     fn is_held_up(&self) -> bool {
         background_close::is_backed_up_for(self.command_wake.get())
     }
@@ -326,7 +326,7 @@ impl Worker {
         self.welcome();
         let decided = !self.visitors.expected.undecided && !self.is_held_up();
         if decided != self.listening && self.listener.listen(decided).is_ok() {
-            // Who connects while it is not known who is expected waits in the listener's queue.
+            // Connections that come while it is not known who is expected wait in the listener's backlog.
             self.listening = decided;
         }
         if self.is_drained() {
@@ -341,7 +341,7 @@ impl Worker {
     fn may_leave(&mut self, since: Instant) -> bool {
         self.accept();
         let talks = self.peers.iter_mut().any(|connection| connection.is_talking(SILENCE));
-        // One that came back already waits until the last requests are on the disk.
+        // A QEMU that has come back already waits until the last requests are on the disk.
         let may_wait_outside = self.peers.is_empty() && !self.disk.is_idle();
         since.elapsed() > LEAVE_PATIENCE || !talks && !may_wait_outside
     }
@@ -354,7 +354,7 @@ impl Worker {
         self.welcome();
     }
 
-    /// Strangers are turned away at once, also while nobody can be served: none is left to be served later.
+    /// Closes connections of strangers at once, also while nobody can be served: none is left to be served later.
     fn judge_backlog(&mut self, at_most: usize) {
         for _ in 0..at_most {
             if self.is_held_up() {
@@ -396,7 +396,7 @@ impl Worker {
         }
     }
 
-    /// From now on these may connect. Connections of others are closed, those in the backlog as well.
+    /// Sets who may connect from now on. Connections of others are closed, those in the backlog as well.
     fn expect(&mut self, expected: Expected) {
         let undecided = expected.undecided;
         self.visitors.expect(Expected { undecided: false, ..expected });

@@ -23,7 +23,7 @@ use nh::NhKey;
 /// Bytes of the secret behind a machine's tags: uniform random bytes.
 pub const TAG_KEY_BYTES: usize = 16;
 
-/// What the secret is stretched for. Another construction of tags gets another text, so that no key serves two.
+/// Purpose for which the secret is stretched. Another construction of tags gets another text, so that no key serves two.
 const CONTEXT: &str = "hearth 2026-11-20 tags of disk blocks, NH and POLYVAL";
 
 /// Tag of one block.

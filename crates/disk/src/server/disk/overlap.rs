@@ -52,12 +52,12 @@ impl Overlaps {
         self.active.iter().any(|active| active.id == id && active.tainted)
     }
 
-    /// Is any block being changed right now?
+    /// Whether any block is being changed right now.
     pub fn is_changing(&self) -> bool {
         self.active.iter().any(|active| active.changes)
     }
 
-    /// Is any of these blocks being changed right now?
+    /// Whether any of these blocks is being changed right now.
     pub fn changing(&self, blocks: &Range<u64>) -> bool {
         self.active.iter().any(|active| active.changes && meets(&active.blocks, blocks))
     }

@@ -77,7 +77,7 @@ impl Operations {
         self.running.iter().map(|(_, running)| running)
     }
 
-    /// What of the image is read along with these bytes: nothing, unless blocks that are read are to be held.
+    /// Bytes of the image to read along with these: none, unless memory is to hold the blocks.
     pub fn around(&self, wanted: bool, offset: u64, bytes: u64) -> Around {
         if !wanted {
             return Around::default();
@@ -133,7 +133,7 @@ impl Operations {
         self.engine.wait(at_most)
     }
 
-    /// What the engine has ended since the last look. Give the list back with `looked`.
+    /// Takes what the engine has ended since the last call. Give the list back with `looked`.
     pub fn take_ended(&mut self) -> Vec<Completion> {
         let mut ended = std::mem::take(&mut self.ended);
         self.engine.reap(&mut ended);

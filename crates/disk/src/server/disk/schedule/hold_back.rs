@@ -19,7 +19,7 @@ use crate::server::disk::running::Running;
 const HELD_BACK_MAX: u64 = 32 << 10;
 /// until together they are this long: as much as guests read ahead at a time.
 const LONG_ENOUGH: u64 = 128 << 10;
-/// What a read is taken to last before any has ended, in times that one is held back: long.
+/// Assumed time of a read before any has ended, in units of the time that a read is held back: long.
 const WITHOUT_A_READ: u32 = 40;
 
 /// Requests that wait for neighbours, and how long at most until the first of them goes on.

@@ -70,8 +70,8 @@ pub fn share(view: View<'_>, id: RequestId, job: &Job) -> Option<Share> {
     Some(Share { part, bytes: offset - around.before..offset + bytes + around.after })
 }
 
-/// Of ranges sorted by their start, finds those around the one at `at` that can be one operation of at most `bytes_max`: with no
-/// more than a short gap between them.
+/// Finds the ranges around the one at `at` that can be one operation of at most `bytes_max`: with no more than a short gap between
+/// them. `ranges` are sorted by their start.
 fn stretch(ranges: &[Range<u64>], at: usize, bytes_max: u64) -> Range<usize> {
     let mut all = ranges[at].clone();
     let (mut from, mut to) = (at, at + 1);
