@@ -68,7 +68,7 @@ pub fn with_ceiling<T>(bytes_max: usize, work: impl FnOnce() -> T) -> T {
 }
 
 #[test]
-fn allocation_above_the_ceiling_is_seen_though_it_is_gone() {
+fn freed_allocation_above_the_ceiling_is_seen() {
     let hold = |bytes: usize| std::panic::catch_unwind(|| with_ceiling(1000, || drop(Vec::<u8>::with_capacity(bytes))));
     assert!(hold(1000).is_ok());
     assert!(hold(1001).is_err());

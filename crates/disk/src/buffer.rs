@@ -249,7 +249,7 @@ mod tests {
     }
 
     #[test]
-    fn whatever_came_between_the_whole_pool_is_free_in_the_end() {
+    fn whole_pool_is_free_in_the_end() {
         let pool = BufferPool::new(SLOT_BYTES_MAX).unwrap();
         let mut noise = Noise(1);
         let mut held: Vec<Slot> = Vec::new();

@@ -95,7 +95,7 @@ mod tests {
     }
 
     #[test]
-    fn disks_are_shared_or_not_and_what_is_unknown_may_be() {
+    fn unknown_devices_may_be_shared() {
         assert!(disks(&["sda", "sdb"]).may_share(&disks(&["sdb"])));
         assert!(!disks(&["sda"]).may_share(&disks(&["sdb"])));
         assert!(Devices::Unknown.may_share(&disks(&["sda"])));

@@ -169,7 +169,7 @@ mod tests {
     }
 
     #[test]
-    fn a_request_larger_than_the_bucket_passes_and_pays_afterwards() {
+    fn oversized_request_passes_and_pays_afterwards() {
         let start = Instant::now();
         let mut limiter = RateLimiter::new(limits(Some(1 << 20), None), start);
         assert_eq!(limiter.admit(start, 4 << 20), Ok(()));
@@ -179,7 +179,7 @@ mod tests {
     }
 
     #[test]
-    fn a_refused_request_takes_nothing_and_the_told_wait_is_enough() {
+    fn refused_request_is_not_charged() {
         let start = Instant::now();
         let mut limiter = RateLimiter::new(limits(Some(1 << 30), Some(1000)), start);
         assert_eq!(limiter.admit(start, 4096), Ok(()));
@@ -205,7 +205,7 @@ mod tests {
     }
 
     #[test]
-    fn what_passes_without_waiting_is_paid_for_by_the_next() {
+    fn next_request_pays_for_credit() {
         let start = Instant::now();
         let mut limiter = RateLimiter::new(limits(Some(1 << 20), Some(100)), start);
         (0..3).for_each(|_| limiter.charge(start, 1 << 20));
@@ -214,7 +214,7 @@ mod tests {
     }
 
     #[test]
-    fn without_limits_all_passes_and_absurd_ones_do_not_overflow() {
+    fn absurd_limits_do_not_overflow() {
         let start = Instant::now();
         let mut free = RateLimiter::new(Limits::default(), start);
         assert!((0..1000).all(|_| free.admit(start, u64::MAX).is_ok()));

@@ -171,7 +171,7 @@ mod tests {
     }
 
     #[test]
-    fn primary_and_logical_partitions_are_counted_as_linux_does() {
+    fn partitions_are_numbered_as_in_linux() {
         let table = sector(&[(0x83, 2048, 4096), (0, 0, 0), (0x0f, 8192, 40960), (0x83, 51200, 2048)]);
         let first = sector(&[(0x83, 2048, 2048), (0x05, 6144, 8192)]);
         let second = sector(&[(0x83, 2048, 4096)]);
@@ -229,7 +229,7 @@ mod tests {
     }
 
     #[test]
-    fn names_are_the_guests_words_and_control_nothing() {
+    fn partition_names_cannot_control_a_terminal() {
         let check = |name: &[u16], expect: Option<&str>| {
             let mut bytes = [0; 72];
             for (place, unit) in bytes.chunks_exact_mut(2).zip(name) {

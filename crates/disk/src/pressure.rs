@@ -207,7 +207,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_usual_is_learnt_fast_downwards_and_slowly_upwards() {
+    fn usual_time_falls_fast_and_rises_slowly() {
         let mut rig = Rig::new();
         // The first operation came at a bad moment.
         rig.operations(1, 500 * MS, 4096);

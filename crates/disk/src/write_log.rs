@@ -53,7 +53,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_page_that_is_touched_is_told_once() {
+    fn each_touched_page_is_reported_once() {
         let log = WriteLog::new((1, 2), 200);
         let taken = || {
             let mut pages = Vec::new();

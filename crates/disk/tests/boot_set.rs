@@ -107,7 +107,7 @@ fn held(set: &BootSet, block: u64) -> Option<Vec<u8>> {
 }
 
 #[test]
-fn what_one_boot_reads_the_next_one_finds_in_memory() {
+fn next_boot_finds_in_memory_what_one_read() {
     let mut bench = Bench::new(&Plan::new(1), 1, AMPLE);
     bench.read(0, 8 * 4096);
     bench.read(20 * 4096 + 1024, 1024);
@@ -160,7 +160,7 @@ fn each_part_of_a_disk_has_its_share() {
 }
 
 #[test]
-fn whoever_meets_a_write_leaves_the_block_in_doubt() {
+fn requests_that_meet_a_write_void_the_block() {
     let plan = Plan::new(1);
     let mut bench = Bench::new(&plan, 2, AMPLE);
     bench.read(0, 8 * 4096);
@@ -241,7 +241,7 @@ fn read_that_meets_a_shrink_is_not_held() {
 }
 
 #[test]
-fn a_write_whose_guest_is_gone_is_followed_all_the_same() {
+fn write_of_a_gone_guest_updates_the_boot_set() {
     let plan = Plan::new(1);
     let mut bench = Bench::new(&plan, 1, AMPLE);
     bench.read(0, 4 * 4096);
@@ -259,7 +259,7 @@ fn a_write_whose_guest_is_gone_is_followed_all_the_same() {
 }
 
 #[test]
-fn a_guest_that_reads_everything_gets_no_more_than_the_limit() {
+fn guest_that_reads_everything_stays_within_limit() {
     let limit = 64 * 4096;
     let mut bench = Bench::new(&Plan::new(1), 1, limit);
     bench.read(0, 32 * 4096);
@@ -279,7 +279,7 @@ fn a_guest_that_reads_everything_gets_no_more_than_the_limit() {
 }
 
 #[test]
-fn what_is_held_survives_the_keeper_and_damage_is_never_served() {
+fn held_blocks_survive_the_keeper_unless_damaged() {
     let mut bench = Bench::new(&Plan::new(1), 1, AMPLE);
     bench.read(0, 16 * 4096);
     bench.write(3 * 4096, 0x33, 4096);
@@ -305,7 +305,7 @@ fn what_is_held_survives_the_keeper_and_damage_is_never_served() {
 }
 
 #[test]
-fn what_is_cleared_is_gone_and_its_memory_too() {
+fn clear_frees_blocks_and_memory() {
     let mut bench = Bench::new(&Plan::new(1), 1, AMPLE);
     let empty = bench.set.resident_bytes();
     bench.read(0, 64 * 4096);
@@ -346,7 +346,7 @@ fn submit_random(guest: &mut Guest, random: &mut Random, queue: usize, single: b
 /// Boots begin and end at any time, requests meet, are late, overtake each other and fail: at every pause all that is held
 /// is what the disk holds, and so is all that is read.
 #[test]
-fn after_any_mixture_of_requests_what_is_held_is_true() {
+fn held_blocks_are_true_after_any_requests() {
     let (mut checked, mut tainted, mut warm) = (0, 0, 0);
     for seed in 1..=12 {
         let plan = Plan::new(seed);

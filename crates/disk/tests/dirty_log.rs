@@ -23,7 +23,7 @@ fn changed(before: &[Vec<u8>], after: &[Vec<u8>]) -> BTreeSet<u64> {
 }
 
 #[test]
-fn all_that_is_written_is_logged_and_only_while_asked() {
+fn writes_are_logged_only_while_asked() {
     let place = Place::new(4 << 20);
     let _server = place.serve(None);
     let mut guest = Guest::connect(&place.socket(), 2);
@@ -79,7 +79,7 @@ fn the_used_ring_has_a_switch_of_its_own() {
 }
 
 #[test]
-fn a_log_of_the_keepers_own_has_all_that_is_written() {
+fn keepers_own_log_has_all_writes() {
     let place = Place::new(4 << 20);
     let server = place.serve(None);
     let ram = ram_file();
@@ -110,7 +110,7 @@ fn a_log_of_the_keepers_own_has_all_that_is_written() {
 }
 
 #[test]
-fn an_image_is_frozen_between_requests_and_the_guest_writes_on() {
+fn image_is_frozen_while_the_guest_writes() {
     let place = Place::new(4 << 20);
     let server = place.serve(None);
     let mut guest = Guest::connect(&place.socket(), 1);

@@ -51,7 +51,7 @@ fn a_flush_with_nothing_new_is_no_operation() {
 }
 
 #[test]
-fn after_one_that_failed_the_next_one_goes_to_the_image() {
+fn flush_after_a_failed_one_goes_to_the_image() {
     let (place, plan) = (Place::new(DISK_BYTES), Plan::new(1));
     let (_server, mut guest) = served(&place, &plan);
     assert_eq!(flush(&mut guest), OK);
@@ -81,7 +81,7 @@ fn a_flush_ends_with_one_that_covers_it() {
 }
 
 #[test]
-fn a_flush_that_began_before_the_change_does_not_cover_it() {
+fn flush_does_not_cover_later_changes() {
     let (place, plan) = (Place::new(DISK_BYTES), Plan::new(1));
     let (server, mut guest) = served(&place, &plan);
     plan.on(0, Fault::HoldEnd);
@@ -165,7 +165,7 @@ impl Engine for Noting {
 
 /// Each block is written once, so that it is known of each whether it is durable.
 #[test]
-fn whatever_a_flush_was_told_to_make_durable_is_durable_when_it_is_answered() {
+fn answered_flush_means_durable_writes() {
     let (mut asked, mut begun) = (0, 0);
     for seed in 1..=6 {
         let (place, plan) = (Place::new(DISK_BYTES), Plan::new(seed));

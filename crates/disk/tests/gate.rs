@@ -124,7 +124,7 @@ fn requests_without_memory_wait_and_the_others_go_on() {
 }
 
 #[test]
-fn what_waited_for_memory_was_not_answered_in_line() {
+fn request_that_waited_for_memory_is_not_in_line() {
     let mut found = None;
     let short = Short::tracked(RINGS.start..RINGS.end + 1, |place, ram| {
         let ledger = Ledger::create(&place.folder.path().join("ledger"), 8192).unwrap();
@@ -146,7 +146,7 @@ fn what_waited_for_memory_was_not_answered_in_line() {
 }
 
 #[test]
-fn what_the_guest_never_had_is_read_as_zeroes_and_stays_a_hole() {
+fn ungranted_memory_reads_as_zeroes_and_stays_a_hole() {
     let mut ledger = None;
     let short = Short::tracked(RINGS, |place, ram| {
         let made = Arc::new(Mutex::new(Ledger::create(&place.folder.path().join("ledger"), 8192).unwrap()));
@@ -260,7 +260,7 @@ impl RamGate for Bringer {
 }
 
 #[test]
-fn memory_that_is_on_its_way_is_brought_before_it_is_looked_at() {
+fn arriving_memory_is_brought_before_access() {
     let (place, ram) = (Place::new(DISK_BYTES), ram_file());
     let bringer = Arc::new(Bringer { ram: ram.try_clone().unwrap(), brought: Mutex::default() });
     let identity = ram.metadata().unwrap();

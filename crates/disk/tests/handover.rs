@@ -51,7 +51,7 @@ fn the_guest_goes_on_through_the_second_and_back() {
 }
 
 #[test]
-fn a_server_that_leaves_does_not_hang_up_on_a_qemu_in_its_first_words() {
+fn leaving_server_lets_qemu_finish_its_setup() {
     let place = Place::new(DISK_BYTES);
     let first = place.serve(None);
     let mut guest = Guest::connect(&place.socket(), 1);
@@ -73,7 +73,7 @@ fn a_server_that_leaves_does_not_hang_up_on_a_qemu_in_its_first_words() {
 }
 
 #[test]
-fn a_hand_over_that_fails_leaves_the_first_as_it_was() {
+fn failed_hand_over_leaves_the_first_serving() {
     let place = Place::new(DISK_BYTES);
     let server = place.serve(None);
     let mut guest = Guest::connect(&place.socket(), 1);
@@ -90,7 +90,7 @@ fn a_hand_over_that_fails_leaves_the_first_as_it_was() {
 }
 
 #[test]
-fn the_second_starts_nothing_before_the_first_has_answered_everything() {
+fn second_qemu_starts_after_the_firsts_last_answer() {
     let place = Place::new(DISK_BYTES);
     let plan = Plan::new(1);
     plan.on(0, Fault::HoldEnd);
@@ -128,7 +128,7 @@ fn without_a_hand_over_nobody_gets_a_second_place() {
 
 /// A guest without a write cache sends no flushes. QEMU does not tell its successor so.
 #[test]
-fn the_write_cache_is_the_guests_and_not_its_qemus() {
+fn write_cache_state_outlives_a_qemu() {
     let place = Place::new(DISK_BYTES);
     let server = place.serve(None);
     let mut guest = Guest::connect(&place.socket(), 1);

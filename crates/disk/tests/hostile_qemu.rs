@@ -306,7 +306,7 @@ fn a_kick_of_two_queues_that_blocks_holds_up_nobody() {
 
 /// The counter is filled and emptied again and again by somebody else while the server signals it.
 #[test]
-fn a_call_that_changes_all_the_time_holds_up_nobody() {
+fn changing_call_descriptor_blocks_nobody() {
     check_hostile_guest(|guest| {
         let call = EventFd::new(0).unwrap();
         guest.frontend.set_vring_call(0, &call).unwrap();
@@ -338,7 +338,7 @@ fn fd_of(counter: &EventFd) -> BorrowedFd<'_> {
 }
 
 #[test]
-fn a_connection_that_was_given_its_own_other_end_is_noticed_to_be_gone() {
+fn connection_that_holds_its_own_peer_ends() {
     let _alone = alone();
     let place = Place::new(DISK_BYTES);
     let server = place.serve(None);

@@ -92,7 +92,7 @@ fn take_over(place: &Place, victim: Victim, guest: &mut Guest, hold: &str) -> Vi
 }
 
 #[test]
-fn a_request_that_was_overtaken_is_carried_out_by_the_next_server() {
+fn next_server_carries_out_overtaken_request() {
     for hold in ["s0", "e0"] {
         for kind in [READ, WRITE] {
             let place = Place::new(DISK_BYTES);
@@ -203,7 +203,7 @@ fn requests_of_a_silent_qemu_are_taken_over_by_another() {
 
 /// A guest without a write cache sends no flushes. QEMU does not tell the next server so.
 #[test]
-fn the_next_server_knows_that_the_write_cache_is_off() {
+fn next_server_knows_write_cache_is_off() {
     let place = Place::new(DISK_BYTES);
     let mut victim = Victim::spawn(&place, "");
     let mut guest = Guest::connect(&place.socket(), 1);
@@ -240,7 +240,7 @@ fn writeback(guest: &mut Guest) -> u8 {
 
 /// The keeper notes it for a guest that comes to another QEMU, which has no region yet.
 #[test]
-fn write_cache_state_that_the_keeper_noted_is_kept() {
+fn noted_write_cache_state_is_kept() {
     let place = Place::new(DISK_BYTES);
     let options = DiskOptions { write_through: true, ..place.options() };
     let server = DiskServer::start(options, place.open(), None).unwrap();
@@ -314,7 +314,7 @@ fn a_clean_stop_leaves_nothing_to_resume() {
 /// Kills at moments that nobody chose, under load on three queues. Each queue writes blocks of its own, so that it is
 /// known what has to be on the disk.
 #[test]
-fn killed_at_any_moment_no_request_is_lost_or_answered_twice() {
+fn kill_loses_and_repeats_no_request() {
     let place = Place::new(DISK_BYTES);
     let mut random = Random(42);
     let mut victim = Victim::spawn(&place, "");

@@ -98,7 +98,7 @@ fn more_requests_than_buffers_wait_and_none_starves() {
 }
 
 #[test]
-fn more_than_all_buffers_together_can_be_asked_for() {
+fn request_larger_than_all_buffers_is_served() {
     let place = Place::new(24 << 20);
     let server = place.serve(None);
     let mut guest = Guest::connect(&place.socket(), 1);
@@ -393,7 +393,7 @@ fn pressure_is_of_the_image_and_not_of_the_limits() {
 }
 
 #[test]
-fn stopping_a_queue_drains_it_first_and_others_go_on() {
+fn stopped_queue_drains_while_others_go_on() {
     let place = Place::new(DISK_BYTES);
     let plan = Plan::new(1);
     let _server = place.serve_flaky(&plan, None);
@@ -428,7 +428,7 @@ fn kicks_before_the_queue_is_enabled_are_not_lost() {
 }
 
 #[test]
-fn what_one_call_descriptor_was_told_the_next_one_hears_too() {
+fn next_call_descriptor_repeats_missed_signal() {
     for features in [VERSION_1 | PROTOCOL_FEATURES | EVENT_INDEX, VERSION_1 | PROTOCOL_FEATURES] {
         let place = Place::new(DISK_BYTES);
         let _server = place.serve(None);
@@ -445,7 +445,7 @@ fn what_one_call_descriptor_was_told_the_next_one_hears_too() {
 }
 
 #[test]
-fn a_socket_is_private_replaced_when_stale_and_never_stolen() {
+fn socket_is_private_and_never_stolen() {
     let place = Place::new(DISK_BYTES);
     drop(std::os::unix::net::UnixListener::bind(place.socket()).unwrap());
     let server = place.serve(None);
@@ -501,7 +501,7 @@ fn tracking_changes_only_between_two_guests() {
 
 /// As with a guest whose wish is on its way while the device looks for it: a CPU that QEMU emulates alone has no memory barriers.
 #[test]
-fn a_guest_that_was_not_woken_by_mistake_is_woken_in_the_end() {
+fn overslept_guest_is_woken_in_the_end() {
     let place = Place::new(DISK_BYTES);
     let plan = Plan::new(1);
     let _server = place.serve_flaky(&plan, None);

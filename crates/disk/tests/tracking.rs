@@ -76,7 +76,7 @@ impl Truth {
 }
 
 #[test]
-fn whole_blocks_in_whole_pages_are_recorded_and_nothing_else() {
+fn only_whole_blocks_in_whole_pages_are_recorded() {
     let place = Place::new(DISK_BYTES);
     let truth = Truth::new(&place);
     let _server = place.serve(truth.tracking(None));
@@ -108,7 +108,7 @@ fn pages_that_a_read_overwrites_are_free_again() {
 }
 
 #[test]
-fn writes_are_recorded_when_done_and_void_what_was() {
+fn writes_void_old_entries_and_are_recorded() {
     let place = Place::new(DISK_BYTES);
     let truth = Truth::new(&place);
     let plan = Plan::new(1);
@@ -206,7 +206,7 @@ fn requests_that_meet_on_a_block_record_nothing() {
 }
 
 #[test]
-fn a_read_of_old_data_that_ends_after_a_write_does_not_poison_the_ledger() {
+fn late_read_of_old_data_is_not_recorded() {
     let place = Place::new(DISK_BYTES);
     let truth = Truth::new(&place);
     let plan = Plan::new(1);
@@ -229,7 +229,7 @@ fn a_read_of_old_data_that_ends_after_a_write_does_not_poison_the_ledger() {
 }
 
 #[test]
-fn completions_for_a_guest_that_is_gone_copy_and_record_nothing() {
+fn completions_for_a_gone_guest_record_nothing() {
     let place = Place::new(DISK_BYTES);
     let truth = Truth::new(&place);
     let plan = Plan::new(1);
@@ -356,7 +356,7 @@ fn limits_hold_back_the_image_and_not_the_memory() {
 }
 
 #[test]
-fn hits_and_misses_of_one_request_are_put_together() {
+fn request_combines_hits_and_misses() {
     let place = Place::new(DISK_BYTES);
     let truth = Truth::new(&place);
     let plan = Plan::new(1);
@@ -380,7 +380,7 @@ fn hits_and_misses_of_one_request_are_put_together() {
 }
 
 #[test]
-fn what_the_guest_holds_only_in_part_stays_in_the_source() {
+fn partial_reads_leave_the_block_in_the_source() {
     let place = Place::new(DISK_BYTES);
     let truth = Truth::new(&place);
     let hearth = Arc::new(Hearth::default());
@@ -399,7 +399,7 @@ fn what_the_guest_holds_only_in_part_stays_in_the_source() {
 }
 
 #[test]
-fn changes_are_told_to_the_source_before_they_reach_the_image() {
+fn source_forgets_before_the_image_changes() {
     let place = Place::new(DISK_BYTES);
     let truth = Truth::new(&place);
     let plan = Plan::new(1);
@@ -455,7 +455,7 @@ fn submit_random(guest: &mut Guest, random: &mut Random, queue: usize) {
 
 /// Random requests on several queues through an engine that delays, shuffles and fails; the rule holds at every pause.
 #[test]
-fn after_any_mixture_of_requests_the_ledger_never_lies() {
+fn ledger_is_right_after_any_requests() {
     let (mut servable, mut tainted) = (0, 0);
     for seed in 1..=6 {
         let place = Place::new(DISK_BYTES);

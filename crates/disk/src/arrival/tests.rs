@@ -71,7 +71,7 @@ fn wanted(arrival: &Arrival) -> Order {
 }
 
 #[test]
-fn what_has_landed_is_known_to_the_next_and_a_complete_file_is_like_any_other() {
+fn landed_units_are_known_after_reopening() {
     let stand = Stand::new();
     let arrival = stand.open();
     assert_eq!(arrival.source(), "s3://b/p/disk-root");
@@ -134,7 +134,7 @@ fn noted_units_survive_a_power_cut() {
 }
 
 #[test]
-fn a_note_that_was_torn_costs_no_more_than_to_bring_it_again() {
+fn torn_note_costs_only_another_fetch() {
     let stand = Stand::new();
     let note = note::path_of(&stand.path());
     let bare = std::fs::read(&note).unwrap();
@@ -184,7 +184,7 @@ fn only_what_was_saved_lands() {
 }
 
 #[test]
-fn what_somebody_waits_for_comes_first_and_then_what_lies_behind_it() {
+fn wanted_units_come_first() {
     let stand = Stand::new();
     let arrival = stand.open();
     for unit in [10, 4, 10] {
@@ -225,7 +225,7 @@ fn what_somebody_waits_for_comes_first_and_then_what_lies_behind_it() {
 }
 
 #[test]
-fn a_reader_waits_for_what_is_missing_and_for_nothing_else() {
+fn reader_waits_only_for_missing_bytes() {
     let stand = Stand::new();
     let arrival = stand.open();
     arrival.wait(3 * UNIT_BYTES..4 * UNIT_BYTES).unwrap();
@@ -251,7 +251,7 @@ fn a_reader_waits_for_what_is_missing_and_for_nothing_else() {
 }
 
 #[test]
-fn who_waits_is_let_go_with_an_error_when_the_conduct_says_so() {
+fn waiting_readers_get_an_error_when_refused() {
     let check = |end: &(dyn Fn(&Arrival) + Sync), expect: &str| {
         let stand = Stand::new();
         let arrival = stand.open();
@@ -276,7 +276,7 @@ fn who_waits_is_let_go_with_an_error_when_the_conduct_says_so() {
 }
 
 #[test]
-fn images_over_it_are_read_as_it_lands_and_nobody_reads_holes_instead() {
+fn overlays_wait_for_arriving_bytes() {
     let stand = Stand::new();
     let top = stand.folder.path().join("top.qcow2");
     create_overlay_over_arriving(&top, &stand.path(), "raw").unwrap();

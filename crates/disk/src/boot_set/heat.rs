@@ -107,7 +107,7 @@ mod tests {
     }
 
     #[test]
-    fn what_two_boots_read_late_is_held_for_the_third() {
+    fn blocks_read_late_by_two_boots_are_held() {
         let (_folder, set) = set(1 << 20);
         assert!(!set.wants(BYTES_MAX + 1) && set.wants(BYTES_MAX));
         boot(&set, &[1], &[5, 5, 6]);
@@ -122,7 +122,7 @@ mod tests {
     }
 
     #[test]
-    fn what_nobody_reads_any_more_cools_down() {
+    fn unread_blocks_cool_down() {
         let (_folder, set) = set(1 << 20);
         boot(&set, &[1], &[5]);
         boot(&set, &[1], &[5]);

@@ -191,8 +191,8 @@ mod tests {
     }
 
     #[test]
-    fn a_full_file_system_costs_a_copy_and_not_the_keeper() {
-        let Some(small) = Small::new("a_full_file_system_costs_a_copy_and_not_the_keeper", "size=8k") else { return };
+    fn full_file_system_costs_only_a_copy() {
+        let Some(small) = Small::new("full_file_system_costs_only_a_copy", "size=8k") else { return };
         let mut pages = Pages::create(small.path(), 4).unwrap();
         (0..2).for_each(|page| pages.write(page, &[7; BLOCK_BYTES]).unwrap());
         for _ in 0..2 {
@@ -223,10 +223,10 @@ mod tests {
     }
 
     #[test]
-    fn where_the_folder_has_huge_pages_the_limit_is_kept_too() {
+    fn limit_holds_with_huge_pages() {
         use crate::tag::Tagger;
         const LIMIT: u64 = 8 << 20;
-        let test = "where_the_folder_has_huge_pages_the_limit_is_kept_too";
+        let test = "limit_holds_with_huge_pages";
         let Some(huge) = Small::new(test, "huge=always,size=64M") else { return };
         fs::write(huge.path().join("one"), [1; 1]).unwrap();
         assert!(resident(fs::metadata(huge.path().join("one"))) > BLOCK, "there they are filled");

@@ -182,7 +182,7 @@ mod tests {
     }
 
     #[test]
-    fn whatever_comes_what_is_held_is_right_and_within_the_limit() {
+    fn held_blocks_are_right_and_within_the_limit() {
         let (_folder, set) = set();
         let mut noise = Noise(13);
         let mut disk: HashMap<u64, u8> = HashMap::new();

@@ -440,7 +440,7 @@ mod tests {
     }
 
     #[test]
-    fn held_operations_wait_for_their_release_before_or_after_the_image() {
+    fn held_operations_wait_for_their_release() {
         for (fault, reaches_the_image) in [(Fault::HoldStart, false), (Fault::HoldEnd, true)] {
             let mut rig = rig();
             rig.plan.on(1, fault);
@@ -464,7 +464,7 @@ mod tests {
     }
 
     #[test]
-    fn another_thread_can_wait_for_the_hold_and_release_it() {
+    fn another_thread_can_release_a_held_operation() {
         let mut rig = rig();
         rig.plan.on(0, Fault::HoldEnd);
         let plan = rig.plan.clone();
@@ -481,7 +481,7 @@ mod tests {
     }
 
     #[test]
-    fn failures_do_not_reach_the_image_and_tears_do_in_part() {
+    fn failures_miss_the_image_and_tears_hit_in_part() {
         let mut rig = rig();
         rig.plan.on(0, Fault::Fail(libc::ENOSPC));
         rig.plan.on(1, Fault::Tear { bytes: 1000, errno: libc::EIO });

@@ -238,7 +238,7 @@ fn a_read_only_image_is_never_changed() {
 }
 
 #[test]
-fn an_error_of_the_kernel_reaches_the_caller_and_nothing_else() {
+fn kernel_error_reaches_the_caller() {
     let file = tempfile::NamedTempFile::new_in("/var/tmp").unwrap();
     file.as_file().set_len(8192).unwrap();
     let pool = pool_of(1);
@@ -261,7 +261,7 @@ fn an_error_of_the_kernel_reaches_the_caller_and_nothing_else() {
 }
 
 #[test]
-fn the_notifier_tells_of_completions_and_falls_silent() {
+fn notifier_signals_completions_and_clears() {
     each_engine(|Rig { name, mut engine, .. }| {
         for token in 0..3 {
             engine.push(Submission {
@@ -290,7 +290,7 @@ pub(crate) fn is_readable(engine: &dyn Engine, timeout_ms: i64) -> bool {
 }
 
 #[test]
-fn an_engine_made_on_one_thread_serves_on_another_and_ends_on_a_third() {
+fn engine_moves_between_threads() {
     each_engine(|Rig { name, mut engine, pool, file }| {
         let engine = std::thread::scope(|scope| {
             let serve = scope.spawn(|| {

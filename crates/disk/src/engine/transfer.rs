@@ -478,7 +478,7 @@ mod tests {
     }
 
     #[test]
-    fn a_discard_that_nobody_supports_is_done_without_a_change() {
+    fn unsupported_discard_changes_nothing() {
         let mut rig = rig(1);
         rig.kernel.file = vec![7; 8192];
         carry_out(&mut rig, Operation::Discard, 0..4096).unwrap();

@@ -295,7 +295,7 @@ mod tests {
     }
 
     #[test]
-    fn what_could_not_be_settled_is_not_reported_as_done() {
+    fn unsettled_operation_is_not_reported_done() {
         let (mut engine, dropped) = engine(Some(libc::ENOSPC));
         let operations = [(READ, 0), (WRITE, 0), (WRITE, 1), (Operation::Discard, 2), (READ, 3)];
         assert_eq!(run(&mut engine, &operations), [true, false, false, false, true]);

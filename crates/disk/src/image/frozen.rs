@@ -351,7 +351,7 @@ mod tests {
     }
 
     #[test]
-    fn holes_stay_holes_and_a_copy_that_is_dropped_holds_nobody_up() {
+    fn holes_stay_holes_and_dropped_copy_blocks_nobody() {
         let stand = Stand::new();
         let frozen = stand.freeze();
         frozen.copy(|_| true).unwrap();
@@ -363,7 +363,7 @@ mod tests {
     }
 
     #[test]
-    fn a_copy_that_fails_or_is_called_off_says_so_and_the_guest_writes_on() {
+    fn failed_copy_does_not_stop_the_guest() {
         let stand = Stand::new();
         let called_off = stand.freeze().copy(|_| false).unwrap_err();
         assert_eq!(called_off.kind(), io::ErrorKind::Interrupted);

@@ -88,13 +88,13 @@ pub enum ImageError {
     WrongKind { path: PathBuf, kind: &'static str },
     #[error("disk image {path} is empty; make one with qemu-img create")]
     Empty { path: PathBuf },
-    #[error("disk image {path} looks like qcow2; say format = \"qcow2\", or \"raw\" if that is meant")]
+    #[error("disk image {path} looks like qcow2; set format = \"qcow2\", or \"raw\" if that is meant")]
     FormatNotNamed { path: PathBuf },
     #[error("disk image {path} is in use by {holder}")]
     InUse { path: PathBuf, holder: String },
     #[error("cannot lock disk image {path}; its file system must support open file description locks")]
     Lock { path: PathBuf, source: io::Error },
-    #[error("{path} is not a qcow2 image; say format = \"raw\" if that is meant")]
+    #[error("{path} is not a qcow2 image; set format = \"raw\" if that is meant")]
     NotQcow2 { path: PathBuf },
     #[error("qcow2 image {path} {problem}; {remedy}")]
     Qcow2 { path: PathBuf, problem: String, remedy: &'static str },

@@ -148,7 +148,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn blocks_of_raw_and_qcow2_images_are_read_and_those_past_the_end_are_not() {
+    fn reads_stop_at_the_disks_end() {
         let folder = tempfile::tempdir().unwrap();
         let (base, top) = (folder.path().join("base.img"), folder.path().join("top.qcow2"));
         let bytes: Vec<u8> = (0..5 * BLOCK_BYTES).map(|at| (at / 512) as u8).collect();
@@ -168,7 +168,7 @@ mod tests {
     }
 
     #[test]
-    fn of_a_chain_it_is_known_where_no_image_holds_anything() {
+    fn next_data_skips_what_no_image_holds() {
         const MIB: u64 = 1 << 20;
         let folder = tempfile::tempdir().unwrap();
         let [base, middle, top] = ["base.img", "middle.qcow2", "top.qcow2"].map(|name| folder.path().join(name));

@@ -56,7 +56,7 @@ pub struct Entry {
 pub enum LedgerError {
     #[error("cannot {action} ledger {path}")]
     Access { path: PathBuf, action: &'static str, source: io::Error },
-    #[error("ledger {path} cannot cover {ram_pages} pages of RAM; 1 to {max} are possible", max = table::RAM_PAGES_MAX)]
+    #[error("ledger {path} cannot cover {ram_pages} pages of RAM; it can cover 1 to {max}", max = table::RAM_PAGES_MAX)]
     RamSize { path: PathBuf, ram_pages: u32 },
     #[error("{path} is not a ledger; remove it to start cold")]
     NotALedger { path: PathBuf },

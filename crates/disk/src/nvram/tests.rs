@@ -97,7 +97,7 @@ impl Device {
 }
 
 #[test]
-fn memory_outlives_its_server_and_is_all_there_is_without_a_mirror() {
+fn memory_outlives_its_server() {
     let bench = Bench::new(None);
     let mut device = bench.open();
     assert_eq!((device.nvram.origin, device.read(4096), device.nvram.dirty_bytes()), (Origin::Zeroes, 0, None));
@@ -153,7 +153,7 @@ fn an_asynchronous_mirror_follows_by_itself() {
 }
 
 #[test]
-fn what_a_dead_keeper_left_in_memory_reaches_the_mirror() {
+fn dead_keepers_memory_reaches_the_mirror() {
     let bench = Bench::new(None);
     let mut device = bench.open();
     device.write(4096, 5, 4096);
@@ -167,7 +167,7 @@ fn what_a_dead_keeper_left_in_memory_reaches_the_mirror() {
 }
 
 #[test]
-fn a_mirror_that_cannot_be_written_fails_the_flush_and_keeps_the_memory() {
+fn unwritable_mirror_fails_the_flush() {
     let bench = Bench::new(Some(MirrorPolicy::Sync));
     let Device { nvram, backing } = bench.open();
     // A file that takes no writes, in the mirror's place.

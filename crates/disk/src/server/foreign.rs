@@ -232,7 +232,7 @@ mod tests {
     }
 
     #[test]
-    fn connections_wait_for_descriptors_to_be_closed_and_no_longer() {
+    fn connections_wait_until_descriptors_are_closed() {
         let folder = tempfile::tempdir().unwrap();
         let (mut worker, handle) = worker(folder.path());
         let lock = Arc::new(Mutex::new(()));
@@ -251,7 +251,7 @@ mod tests {
     }
 
     #[test]
-    fn an_empty_counter_that_blocks_is_cleared_without_waiting() {
+    fn empty_blocking_counter_is_cleared_without_waiting() {
         let counter = ForeignFd::from(eventfd(3, EventfdFlags::empty()).unwrap()).event_counter().unwrap();
         (0..3).for_each(|_| counter.clear().unwrap());
         assert!(rustix::io::write(&counter, &1u64.to_ne_bytes()).is_ok());

@@ -285,7 +285,7 @@ mod tests {
     }
 
     #[test]
-    fn an_answer_that_was_published_and_not_marked_is_not_repeated() {
+    fn published_answer_is_not_repeated() {
         let (mut first, again) = region(1, 8);
         first.resume(0, 65535);
         first.begin(0, 3);

@@ -27,7 +27,7 @@ pub const REGIONS_MAX: usize = 64;
 pub enum MemoryError {
     #[error("memory region at {guest:#x}: {what}")]
     Region { guest: u64, what: &'static str },
-    #[error("guest memory could not be reached: its file was cut off, or its file system is full")]
+    #[error("guest memory cannot be accessed: its file was truncated, or its file system is full")]
     Lost,
     #[error("memory region at {guest:#x} cannot be mapped")]
     Map { guest: u64, source: io::Error },
@@ -407,7 +407,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_that_is_cut_off_is_lost_and_nothing_else_is() {
+    fn truncated_memory_is_lost_alone() {
         let mut map = GuestMap::default();
         let cut = MemoryFile::new_unsealed(0x4000);
         let keeps = cut.try_clone();

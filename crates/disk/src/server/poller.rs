@@ -170,7 +170,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_longer_watched_wakes_nobody_though_a_duplicate_lives() {
+    fn unwatched_descriptor_wakes_nobody_despite_duplicate() {
         let poller = Poller::new().unwrap();
         let fd = wake_fd().unwrap();
         let duplicate = fd.try_clone().unwrap();

@@ -20,7 +20,7 @@ use super::wire::RingAddresses;
 
 #[derive(Debug, thiserror::Error)]
 pub enum QueueError {
-    #[error("queue {queue} has size {size}; powers of two up to {size_max} are possible")]
+    #[error("queue {queue} has size {size}; it must be a power of two up to {size_max}")]
     Size { queue: u16, size: u32, size_max: u16 },
     #[error("queue {queue}: its rings are not in guest memory")]
     Unmapped { queue: u16 },

@@ -167,7 +167,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_only_its_mapping_can_be_written_through_will_do() {
+    fn file_writable_only_by_mapping_is_accepted() {
         let (region, file) = region();
         let mut model = vec![0; PAGES * BLOCK_BYTES];
         fcntl_add_seals(&file, SealFlags::FUTURE_WRITE).unwrap();

@@ -22,7 +22,7 @@ const USED_ENTRY_BYTES: u64 = 8;
 pub enum RingFault {
     #[error("a ring is outside of guest memory")]
     Unmapped,
-    #[error("more requests are announced than the ring has places")]
+    #[error("the guest announces more requests than the ring has entries")]
     Overrun,
 }
 
@@ -245,7 +245,7 @@ mod tests {
     }
 
     #[test]
-    fn a_request_that_comes_while_kicks_are_off_is_seen() {
+    fn request_without_kick_is_seen() {
         for event_index in [false, true] {
             let memory = memory();
             let mut ring = Ring::new(4, PLACE, event_index, 0, 0);

@@ -255,7 +255,7 @@ mod tests {
     }
 
     #[test]
-    fn the_lobby_is_bounded_and_cleared_of_the_unexpected() {
+    fn lobby_is_bounded_and_closes_the_unexpected() {
         let me = Peer::this_process().unwrap();
         let mut visitors = Visitors::new(Expected::these([me]));
         for _ in 0..10 {

@@ -500,7 +500,7 @@ mod tests {
     }
 
     #[test]
-    fn a_message_that_comes_in_crumbs_is_put_together() {
+    fn message_in_small_pieces_is_put_together() {
         let (near, mut far) = UnixStream::pair().unwrap();
         let mut channel = Channel::new(near).unwrap();
         let mut bytes: Vec<u8> = [2u32, VERSION | FLAG_NEED_REPLY, 8].iter().flat_map(|f| f.to_ne_bytes()).collect();

@@ -136,7 +136,7 @@ fn qcow2_image_configured_as_raw_is_reported() {
     image[..4].copy_from_slice(b"QFI\xfb");
     fs::write(fixture.path("root.img"), image).unwrap();
     fixture.check(GOOD, &[
-        "error: disk disk0: disk image root.img looks like qcow2; say format = \"qcow2\", or \"raw\" if that is meant",
+        "error: disk disk0: disk image root.img looks like qcow2; set format = \"qcow2\", or \"raw\" if that is meant",
     ]);
 }
 

@@ -252,7 +252,7 @@ fn an_overlay_survives_a_kill_and_a_power_cut_at_every_write() {
 }
 
 #[test]
-fn an_image_of_each_kind_survives_a_kill_and_a_power_cut_at_every_write() {
+fn every_image_kind_survives_kill_and_power_cut() {
     check("64k", 3, 10, empty(&["-o", "cluster_size=64k"]));
     // Its refcount table moves, and it has many tables.
     check("512", 4, 10, empty(&["-o", "cluster_size=512,refcount_bits=16"]));
@@ -262,7 +262,7 @@ fn an_image_of_each_kind_survives_a_kill_and_a_power_cut_at_every_write() {
 
 /// With clusters of 512 bytes and counts of 64 bits a table of one cluster is full at 2 MiB.
 #[test]
-fn a_refcount_table_that_moves_survives_a_kill_and_a_power_cut_at_every_write() {
+fn moving_refcount_table_survives_kill_and_power_cut() {
     let make = |path: &Path| {
         let (mut data, full) = (noise_of(1970 << 10), 2600 << 10);
         converted(path, &data, &["-o", "cluster_size=512,refcount_bits=64"]);
@@ -277,7 +277,7 @@ fn a_refcount_table_that_moves_survives_a_kill_and_a_power_cut_at_every_write() 
 }
 
 #[test]
-fn clusters_that_are_replaced_survive_a_kill_and_a_power_cut_at_every_write() {
+fn replaced_clusters_survive_kill_and_power_cut() {
     let data = noise_of(1 << 20);
     check("compressed", 7, 10, |path| {
         converted(path, &data, &["-c", "-o", "cluster_size=4k"]);

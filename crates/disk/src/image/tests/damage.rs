@@ -96,7 +96,7 @@ fn an_overlay_is_made_over_no_disk_that_is_too_large() {
     fs::write(&base, vec![0x7f; 1 << 20]).unwrap();
     let error = create_overlay(&top, &base, "qcow2").unwrap_err();
     assert!(
-        error.source().unwrap().to_string().ends_with("is not a qcow2 image; say format = \"raw\" if that is meant")
+        error.source().unwrap().to_string().ends_with("is not a qcow2 image; set format = \"raw\" if that is meant")
     );
     assert!(!top.exists());
 }

@@ -85,7 +85,7 @@ fn noise_file(path: &Path, bytes: usize) -> Vec<u8> {
 }
 
 #[test]
-fn a_backing_chain_shines_through_and_is_never_written() {
+fn backing_chain_is_read_and_never_written() {
     let folder = folder();
     let [base, middle, top] = ["base.raw", "middle.qcow2", "top.qcow2"].map(|name| folder.path().join(name));
     // Shorter than the disk: what lies past its end reads as zeroes.
@@ -123,7 +123,7 @@ fn an_overlay_of_our_own_making_is_one_for_qemu_too() {
 }
 
 #[test]
-fn an_overlay_is_not_opened_over_another_file_than_the_one_it_was_made_over() {
+fn overlay_refuses_another_backing_file() {
     let folder = folder();
     let [base, top, copy, elsewhere] =
         ["base.raw", "top.qcow2", "copy.raw", "elsewhere.raw"].map(|name| folder.path().join(name));
@@ -168,7 +168,7 @@ fn an_overlay_is_not_opened_over_another_file_than_the_one_it_was_made_over() {
 
 /// As in the disk of a snapshot whose guest never wrote there.
 #[test]
-fn a_base_that_begins_with_a_hole_is_read_as_directly_as_any_other() {
+fn base_with_leading_hole_is_read_directly() {
     let folder = folder();
     let [base, top] = ["base.raw", "top.qcow2"].map(|name| folder.path().join(name));
     let mut model = noise_file(&base, DISK_BYTES);
@@ -246,7 +246,7 @@ fn damaged(create: &[&str], at: u64, bytes: &[u8], expect: &str) {
 
 #[test]
 fn qcow2_images_that_cannot_be_served_are_refused_by_reason() {
-    damaged(&[], 0, b"x", "DIR/disk is not a qcow2 image; say format = \"raw\" if that is meant");
+    damaged(&[], 0, b"x", "DIR/disk is not a qcow2 image; set format = \"raw\" if that is meant");
     damaged(&[], 7, &[9], "qcow2 image DIR/disk has the unknown version 9; rewrite it with qemu-img convert");
     damaged(&[], 35, &[2], "qcow2 image DIR/disk is encrypted; rewrite it with qemu-img convert");
     damaged(
