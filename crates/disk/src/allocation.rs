@@ -1,4 +1,4 @@
-//! How much memory a thread has allocated at a time: tests of what reads foreign bytes have a ceiling for it.
+//! Peak of the memory that a thread has allocated: tests of code that reads untrusted bytes set a ceiling for it.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;

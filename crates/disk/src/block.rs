@@ -1,4 +1,4 @@
-//! The words of the disk server as types: which disk, which block, which page of guest RAM.
+//! Basic types of the disk server: a disk, a block, a page of guest RAM.
 
 use serde::{Deserialize, Serialize};
 

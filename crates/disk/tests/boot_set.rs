@@ -1,5 +1,5 @@
-//! The boot set behind a disk server: what it answers is what the disk holds, whatever requests came in whatever order,
-//! and it never holds more than it may.
+//! The boot set behind a disk server: its answers are what the disk holds, after any requests in any order, and it never
+//! exceeds its limit.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 

@@ -1,4 +1,4 @@
-//! Flushes that need no operation of their own on the image have none, and each is answered when what it is about is durable.
+//! Flushes cost no operation that they do not need, and each is answered only when the writes before it are durable.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 

@@ -1,4 +1,4 @@
-//! What is promised while guest memory is short: disks take none that was not granted, and hold up nothing else.
+//! While guest memory is short, disks take none that was not granted, and hold up nothing else.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 

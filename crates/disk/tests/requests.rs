@@ -1,4 +1,4 @@
-//! What a guest asks and what it is told: data, errors, configuration, resize, limits.
+//! A guest's requests and their answers: data, errors, configuration, resize, limits.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 

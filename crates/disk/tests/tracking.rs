@@ -1,4 +1,4 @@
-//! What the ledger may hold and what a warm source is asked: the first invariant, from the side of the disk server.
+//! What the ledger may hold, and how a warm source is asked: the first invariant, from the side of the disk server.
 //!
 //! The rule that is checked: whenever a page of the guest carries the tag that its ledger entry names, its bytes are
 //! the bytes on the disk. An entry may be stale (the guest reused the page, the tag no longer fits); it may never lie.

@@ -1,4 +1,4 @@
-//! Note: what of a file has landed, in a file beside it, `NAME.arrival`.
+//! Note: which units of a file have arrived, in a file beside it, `NAME.arrival`.
 //!
 //! ```text
 //!  0  "HTHARRIV"

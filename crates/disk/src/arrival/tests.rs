@@ -1,4 +1,4 @@
-//! Readers get what was meant for them or wait; what was noted is trusted only as far as it is certain.
+//! Readers get the right bytes or wait; a note is trusted only as far as it is certain.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
 use std::sync::mpsc;

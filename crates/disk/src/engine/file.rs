@@ -1,4 +1,4 @@
-//! The plain engine, for where io_uring is not to be had: worker threads with pread, pwrite, fallocate, fdatasync.
+//! The plain engine, for hosts without io_uring: worker threads with pread, pwrite, fallocate, fdatasync.
 //!
 //! Threads and not calls in place: the disk's thread also answers from memory, and a slow disk must not hold that up.
 

@@ -1,4 +1,4 @@
-//! Who may start: operations go to the kernel in the order they came, as many at once as the engine's depth allows.
+//! Order: operations go to the kernel in the order they came, as many at once as the engine's depth allows.
 //! One that needs the bounce buffer waits until nothing else runs, and nothing starts beside it; that is rare (a guest
 //! that writes 512 bytes to a disk with 4096-byte blocks), so a full stop is cheaper than tracking ranges.
 

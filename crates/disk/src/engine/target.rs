@@ -1,4 +1,4 @@
-//! What the raw engines work on: an open file or block device, and what it wants of its callers.
+//! Target of the raw engines: an open file or block device, and what it requires of its callers.
 
 use std::fs::File;
 use std::io;

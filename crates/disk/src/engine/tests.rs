@@ -1,5 +1,5 @@
-//! What every engine must do, run over each of them and over every kind of file that can be had here: a model disk in
-//! memory goes through the same operations, and in the end image and model are equal.
+//! Tests that every engine must pass, on every kind of file that this host has: a model disk in memory goes through the
+//! same operations, and in the end image and model are equal.
 
 use std::fs::File;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};

@@ -1,4 +1,4 @@
-//! One operation as a chain of kernel calls: what the raw engines share. The engine makes each call (through io_uring or
+//! One operation as a chain of kernel calls, shared by the raw engines. The engine makes each call (through io_uring or
 //! a worker thread) and reports its result; the transfer says what comes next.
 //!
 //! operation -> call -> result -> short? continue : next piece? next call : done

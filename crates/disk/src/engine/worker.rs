@@ -1,5 +1,5 @@
-//! Worker threads behind the engine's face: what `file` (several, calls in any order) and `qcow2` (one, owner of the
-//! image's metadata) share.
+//! Worker threads of an engine: `file` has several, which make calls in any order; `qcow2` has one, which owns the image's
+//! metadata.
 //!
 //! submit -> todo -> a worker performs -> ended -> doorbell -> reap
 

@@ -1,4 +1,4 @@
-//! Frozen: an image's file as it was at one moment, on its way into another file, while its guest goes on writing.
+//! Frozen: copies an image's file as it was at one moment into another file, while its guest goes on writing.
 //!
 //! freeze (nothing is in flight) -> a thread copies all of it, and whoever is about to change a part that is not copied yet
 //! copies that part first -> nothing is left

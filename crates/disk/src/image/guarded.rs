@@ -1,5 +1,5 @@
-//! Guarded: an image's engine, or its file, that asks before each change (`frozen`), and the file before each read while its bytes
-//! are on their way (`arrival`).
+//! Guarded: an image's engine, or its file, that asks before each change (`frozen`); the file also asks before each read while its
+//! bytes are arriving (`arrival`).
 
 use std::fmt;
 use std::fs::File;

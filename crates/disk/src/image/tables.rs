@@ -1,6 +1,6 @@
-//! The tables of a qcow2 image, on their way into it. The format library changes tables in place and at once. Then a power cut may
-//! leave an entry without what it names, and a keeper that is killed may leave a table without its reference count. So what the
-//! library writes into tables is held back here, and goes into the image in an order that is safe to stop anywhere:
+//! Changed tables of a qcow2 image that are not in it yet. The format library changes tables in place and at once. Then a power
+//! cut may leave an entry without what it names, and a keeper that is killed may leave a table without its reference count. So
+//! what the library writes into tables is held back here, and goes into the image in an order that is safe to stop anywhere:
 //!
 //! ```text
 //! library: write --> held --> settled: also in the log (`log`), which outlives this process; only now the guest is told

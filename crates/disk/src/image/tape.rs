@@ -1,5 +1,4 @@
-//! For tests: a recording of all that is done to a file and to the log or note beside it, in its order; and a disk that is full for a
-//! while.
+//! For tests: records all that is done to a file and to the log or note beside it, in order; and a disk that is full for a while.
 
 use std::io;
 use std::sync::atomic::{AtomicI64, Ordering::Relaxed};

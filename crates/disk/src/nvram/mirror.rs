@@ -1,4 +1,4 @@
-//! Mirror: what of the memory has changed since it was last written to the mirror, and the thread that writes it.
+//! Mirror: the blocks of memory that have changed since they were last written to the mirror, and the thread that writes them.
 //!
 //! dirty blocks, flushes -> taken together -> each run copied under the lock -> written -> fdatasync -> flushes end
 //!

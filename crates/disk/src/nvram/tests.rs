@@ -1,4 +1,4 @@
-//! What outlives whom, and what a mirror has at each moment.
+//! Tests of what NVRAM and its mirror hold after the end of guest, server or keeper.
 
 use std::os::unix::fs::FileExt;
 use std::time::Instant;

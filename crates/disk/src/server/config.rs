@@ -1,4 +1,4 @@
-//! What the device is: feature bits and the configuration space that the guest reads.
+//! The device as the guest sees it: feature bits and configuration space.
 
 use crate::block::{BLOCK_BYTES, SECTOR_BYTES};
 use crate::image::Image;

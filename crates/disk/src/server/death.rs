@@ -1,4 +1,4 @@
-//! The end of a disk's thread that nobody has asked for: a panic, or a loop that cannot go on. Whoever owns the disk hears of it.
+//! Unexpected end of a disk's thread: a panic, or a loop that cannot go on. It is reported to the disk's owner.
 
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};

@@ -1,4 +1,4 @@
-//! What a hostile guest or QEMU can send, by the million: chains, requests, messages and inflight regions.
+//! Fuzzing with what a hostile guest or QEMU can send: chains, requests, messages and inflight regions, by the million.
 //!
 //! Inputs are mutations of the seeds in `tests/corpus` (shapes that matter, one file each) and descriptor tables made up
 //! from likely numbers. A short round runs with the tests; `HEARTH_FUZZ_SECONDS=600 cargo test --release fuzz` goes on.

@@ -1,4 +1,4 @@
-//! What the server tells ledger and warm memory about the blocks that pass through it.
+//! Recorder: reports the blocks that pass through the server to ledger and warm memory.
 //!
 //! What becomes known is collected while a request is worked on and written to the ledger under one lock. What
 //! becomes void is written at once, before the change can reach the disk.

@@ -1,9 +1,9 @@
 //! Guest memory that is gone under its mapping must not end the keeper.
 //!
-//! QEMU can cut off the file that its guest's memory is in, and a tmpfs can be full when a hole of it is touched: whoever touches
-//! such a page gets a SIGBUS, which ends the process. Here the kernel's signal finds the mapping, puts empty memory in its place
-//! and notes that it is lost; the access ends as if nothing had happened, and whoever made it looks at the note afterwards. A
-//! signal that is about anything else goes to whoever was asked before.
+//! QEMU can truncate the file of its guest's memory, and a tmpfs can be full when a hole of it is touched: an access to such a page
+//! raises SIGBUS, which ends the process. The handler here finds the mapping, puts empty memory in its place and notes that it is
+//! lost. The access ends as if nothing had happened, and its caller looks at the note afterwards. A signal about anything else
+//! goes to the handler that was installed before.
 //!
 //! Why not without a signal: rings are looked at several times a request, and a system call for each would cost more than what
 //! is served from memory. What can be sealed against it is (`foreign`); a file of a file system cannot.

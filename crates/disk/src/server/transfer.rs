@@ -1,4 +1,4 @@
-//! Bytes between guest memory and the keeper's buffers, block by block, and what is learnt about them on the way.
+//! Transfer of bytes between guest memory and the keeper's buffers, block by block, and their recording on the way.
 //!
 //! `position` is the distance from the start of a request's data. A block counts only if the request covers all of it
 //! and it lies whole in one page of the guest: half a block has no tag, half a page cannot be served again.

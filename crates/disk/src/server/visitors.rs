@@ -1,4 +1,4 @@
-//! Visitors: who connects to a disk's socket, and who may.
+//! Visitors: the processes that connect to a disk's socket, and which of them may.
 //!
 //! connect -> whose process is it? -> expected: served, or kept in the lobby until there is a place
 //!                                 -> anybody else: turned away, with a warning

@@ -1,4 +1,4 @@
-//! The log of what is held of an image's tables: a file in host memory, for the keeper that follows one that was killed.
+//! Log of changed tables that are not in the image yet: a file in host memory, for the next keeper if this one is killed.
 //!
 //! ```text
 //!  0  "HTHTABLE" | version u32 | bytes of a unit u32 | the image: device u64, inode u64 | boot of the host: 8 | checksum of all before 8

@@ -1,5 +1,5 @@
-//! What a kill or a power cut leaves of an image, at every one of its writes: all that an engine does is recorded, every state
-//! that could have been left is made again, opened, read and checked.
+//! A kill or a power cut at every write of an image: all that an engine does is recorded, and every state that could have been
+//! left is made again, opened, read and checked.
 //!
 //! A kill leaves every write so far, and the log: all that was reported must be there. A power cut leaves what was synced, and of
 //! the rest any sectors: each sector must be as at the last flush or later.

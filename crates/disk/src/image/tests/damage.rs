@@ -1,4 +1,4 @@
-//! One bit of a qcow2 image is another: it is refused, or it is an image, but neither memory nor the disk below is filled.
+//! A flipped bit in a qcow2 image: the image is refused, or it works, but it fills neither memory nor the disk below.
 
 use super::*;
 

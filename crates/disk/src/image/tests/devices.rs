@@ -1,4 +1,4 @@
-//! What takes root to test: loop devices and a frozen file system. Run with `--ignored`.
+//! Tests that need root: loop devices and a frozen file system. Run with `--ignored`.
 
 use super::*;
 

@@ -1,4 +1,4 @@
-//! Blocks: what host memory knows and holds of the disk's blocks, asked and told request by request.
+//! Blocks: asks host memory for the disk's blocks and reports changes to it, request by request.
 //!
 //! request begins -> what it changes is void -> a read's hits are served -> operation ends -> memory is told -> request ends
 //!

@@ -1,4 +1,5 @@
-//! Completion: what the engine has ended is reported to the memory that holds blocks, delivered to the guest, and answered.
+//! Completion: operations that the engine has ended are reported to memory, their data delivered to the guest, and their
+//! requests answered.
 
 use std::io;
 use std::time::{Duration, Instant};

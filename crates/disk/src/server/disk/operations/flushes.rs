@@ -1,4 +1,4 @@
-//! Flushes: which flushes of the guest are an operation on the image, and which need none.
+//! Flushes: decides which flushes of the guest are an operation on the image, and which need none.
 //!
 //! nothing has changed since the last one -> answered | nothing has changed since one that runs began -> ends with that |
 //! else: an operation

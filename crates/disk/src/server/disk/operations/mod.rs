@@ -1,4 +1,4 @@
-//! Operations: what the image's engine has been given, and what becomes of it.
+//! Operations: those that the image's engine has been given, until they have ended.
 //!
 //! start -> submit -> ended (no space: kept and tried again, `space`) -> taken off
 
