@@ -71,7 +71,6 @@ pub struct RemountPlan {
 
 /// The plan for one disk. Hits and misses count the last boot; `later` counts what followed.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
-#[allow(missing_docs, reason = "`written_blocks` counts as in the plan of all disks")]
 pub struct RemountDisk {
     /// Name of the disk.
     pub disk: String,

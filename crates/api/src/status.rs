@@ -389,7 +389,6 @@ pub struct AdmissionStatus {
 
 /// A disk. Counters start with the keeper.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-#[allow(missing_docs, reason = "`gap_bytes` is the size of `gaps_filled`")]
 pub struct DiskStatus {
     /// Name of the disk.
     pub name: String,
