@@ -57,8 +57,11 @@ impl Parts {
     }
 
     fn complete(&mut self, mut connection: Option<&mut Connection>, completion: Completion) {
-        // Nobody waits for the requests of a connection that is gone.
-        let stopping = connection.as_ref().is_none_or(|connection| connection.is_waiting());
+        // Nobody waits for the requests of a connection that is gone, also while another one is served.
+        let is_served = |connection: &&mut Connection| {
+            !connection.is_waiting() && self.operations.is_for(&self.jobs, &completion, connection.id)
+        };
+        let stopping = completion.result.is_err() && !connection.as_ref().is_some_and(is_served);
         let now = self.context.now();
         let Some(running) = self.operations.end(&self.context, &completion, now, stopping) else { return };
         self.schedule.hold_back.note_time(&running, now);

@@ -148,6 +148,13 @@ impl Operations {
         self.pressure.set_in_flight(in_flight);
     }
 
+    /// Whether the operation that has ended is for a request of this connection.
+    pub fn is_for(&self, jobs: &Jobs, completion: &Completion, connection: u32) -> bool {
+        let running = usize::try_from(completion.token).ok().and_then(|place| self.running.get(place));
+        let is_own = |part: &Part| jobs.get(part.job).is_some_and(|job| job.origin.connection == connection);
+        running.is_some_and(|running| running.parts.iter().any(is_own))
+    }
+
     /// Takes an operation off that has ended. `None`: it was kept for another try, or is none of ours.
     /// `stopping`: it is not kept, because its queue is being stopped or its connection is gone.
     pub fn end(&mut self, context: &Context, completion: &Completion, now: Instant, stopping: bool) -> Option<Running> {
