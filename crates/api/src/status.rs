@@ -49,6 +49,9 @@ pub struct MachineStatus {
     /// Start of the park that is under way. RFC 3339.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub parking_since: Option<String>,
+    /// Start of the rejuvenation whose new QEMU is starting. RFC 3339.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub rejuvenating_since: Option<String>,
     /// The last rejuvenation, successful or not.
     #[serde(default)]
     pub last_rejuvenation: Option<Rejuvenation>,

@@ -13,7 +13,7 @@ use hearth_api::{
 
 use crate::age::Signs;
 
-/// The loop answers within milliseconds except while it waits for QEMU's start or for a disk to drain, or has an `Occupation`.
+/// The loop answers within milliseconds except while the first guest starts or a disk drains, or it has an `Occupation`.
 const PATIENCE: Duration = Duration::from_secs(30);
 
 /// A query or a request.

@@ -153,7 +153,7 @@ fn keep(
         file: ConfigurationFile { typed, next, pending, shown: shown_config },
         folders,
         root,
-        qemu: QemuChoice { binary, accelerator, locks: InheritedLocks::default() },
+        qemu: QemuChoice { binary, accelerator, locks: InheritedLocks::default(), given_up: Vec::new() },
         restore,
         rehearses,
         outside: Outside {

@@ -75,6 +75,7 @@ pub fn status() -> MachineStatus {
         dumps: vec![dump()],
         last_recovery: Some(recovery()),
         parking_since: None,
+        rejuvenating_since: None,
         last_rejuvenation: None,
         unparked: None,
         save: None,

@@ -188,6 +188,7 @@ fn is_at_rest(status: &Value) -> bool {
     (status["state"] == "running" || status["state"] == "paused")
         && status["save"].is_null()
         && status["parking_since"].is_null()
+        && status["rejuvenating_since"].is_null()
         && status["dumps"].as_array().is_none_or(|dumps| dumps.iter().all(over))
         && status["disks"].as_array().is_some_and(|disks| disks.iter().all(|disk| disk["connected"] == true))
 }

@@ -35,6 +35,7 @@ fn is_at_rest(status: &Value) -> bool {
     let over = |dump: &Value| ["complete", "incomplete"].iter().any(|state| dump["state"] == *state);
     status["state"] == "running"
         && status["save"].is_null()
+        && status["rejuvenating_since"].is_null()
         && status["dumps"].as_array().is_none_or(|dumps| dumps.iter().all(over))
 }
 

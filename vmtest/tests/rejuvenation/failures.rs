@@ -224,7 +224,7 @@ fn dead_qemu_is_rebooted_instead_of_replaced() -> Result<()> {
     let stand = Stand::around(builder.crash_setting("loop_delay_max_s", 3600).boot()?);
     let vm = &stand.vm;
     let before_it_is_asked = format!("kill -KILL {}; exec $qemu \"$@\"", vm.qemu_pid()?.as_raw_nonzero());
-    stand.check_reboot(&stand.program(&before_it_is_asked), "admit")?;
+    stand.check_reboot(&stand.program(&before_it_is_asked), "launch|admit")?;
     let while_it_gives = format!("kills-{}", vm.qemu_pid()?.as_raw_nonzero());
     stand.check_reboot(&stand.impostor(&while_it_gives), "hand|resume")?;
     vm.kill_qemu()?;

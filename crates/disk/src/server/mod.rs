@@ -295,6 +295,34 @@ impl Observer {
     }
 }
 
+/// Tells a disk's server who may connect, from any thread. Outlives the server.
+pub struct Doorkeeper {
+    name: String,
+    commands: Sender<Command>,
+    wake: Arc<OwnedFd>,
+}
+
+/// Whether a server has heard what it was told.
+pub struct Heard {
+    disk: String,
+    answer: Receiver<()>,
+}
+
+impl Doorkeeper {
+    /// Says who may connect from now on, without waiting until the disk's thread has heard it.
+    pub fn expect(&self, expected: Expected) -> Result<Heard, ServerError> {
+        let answer = ask(&self.name, &self.commands, &self.wake, |reply| Command::Expect(expected, reply))?;
+        Ok(Heard { disk: self.name.clone(), answer })
+    }
+}
+
+impl Heard {
+    /// Waits until the disk's thread has heard it.
+    pub fn wait(&self) -> Result<(), ServerError> {
+        wait(&self.disk, &self.answer)
+    }
+}
+
 impl DiskServer {
     /// Listens at the socket (mode 0600, replacing one that nobody listens at) and serves whoever is expected.
     pub fn start(options: DiskOptions, image: Image, tracking: Option<Tracking>) -> Result<Self, ServerError> {
@@ -364,6 +392,11 @@ impl DiskServer {
     pub fn tell_expected(&self, expected: Expected) {
         // A thread that has ended serves nobody.
         let _ = self.ask(|reply| Command::Expect(expected, reply));
+    }
+
+    /// Does what `expect` does, for a thread that starts a QEMU.
+    pub fn doorkeeper(&self) -> Doorkeeper {
+        Doorkeeper { name: self.name.clone(), commands: self.commands.clone(), wake: self.wake.clone() }
     }
 
     /// Sets whether a second QEMU may connect to take over from the first. If not, one that waits is cut off.

@@ -129,6 +129,9 @@ fn machine(status: &MachineStatus) -> Vec<String> {
     if let Some(since) = &status.parking_since {
         rows.push(words("parking", format!("since {since}")));
     }
+    if let Some(since) = &status.rejuvenating_since {
+        rows.push(words("rejuvenating", format!("the new QEMU is starting, since {since}")));
+    }
     if let Some(rejuvenation) = &status.last_rejuvenation {
         rows.push(words("rejuvenation", rejuvenation_text(rejuvenation)));
     }

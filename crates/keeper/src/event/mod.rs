@@ -23,6 +23,8 @@ pub enum Event {
     Request { command: Command, answer: Reply },
     /// QEMU reported an event over QMP.
     Qmp { generation: u32, event: QmpEvent },
+    /// The job that was to start this QEMU has ended.
+    Launched { generation: u32 },
     /// QEMU's process has ended. `how`: its exit code or signal, in words.
     QemuEnded { generation: u32, how: String },
     /// The thread that serves a disk has ended by itself.

@@ -5,12 +5,16 @@
 
 use hearth_api::{ApiError, EventKind};
 
-use super::state::{self, Action, Input};
+use super::lives::NextLife;
+use super::state;
 use super::{Life, Machine, MachineError, SHUTDOWN_PATIENCE};
+
+type Input = state::Input<Life, NextLife>;
+type Action = state::Action<Life, NextLife>;
 
 impl Machine {
     /// Takes the machine to its next state, and carries out what that asks for.
-    pub(super) fn happens(&mut self, input: Input<Life>) -> Result<(), MachineError> {
+    pub(super) fn happens(&mut self, input: Input) -> Result<(), MachineError> {
         for action in self.step(input) {
             self.carry_out(action)?;
         }
@@ -19,7 +23,7 @@ impl Machine {
     }
 
     /// As `happens`, for an order. `verb`: what it is called.
-    pub(super) fn ordered(&mut self, verb: &str, input: Input<Life>) -> Result<(), ApiError> {
+    pub(super) fn ordered(&mut self, verb: &str, input: Input) -> Result<(), ApiError> {
         let actions = self.step(input);
         if let [Action::Refuse] = actions[..] {
             return Err(self.wrong_state(verb));
@@ -29,19 +33,19 @@ impl Machine {
     }
 
     /// As `happens`, for what leads to nothing that can fail.
-    pub(super) fn must_happen(&mut self, input: Input<Life>) {
+    pub(super) fn must_happen(&mut self, input: Input) {
         let actions = self.step(input);
         self.must_carry_out(actions);
     }
 
-    fn must_carry_out(&mut self, actions: Vec<Action<Life>>) {
+    fn must_carry_out(&mut self, actions: Vec<Action>) {
         for action in actions {
             self.carry_out(action).expect("`state::table` lists what follows, and none of it can fail");
         }
         self.tell_state();
     }
 
-    fn step(&mut self, input: Input<Life>) -> Vec<Action<Life>> {
+    fn step(&mut self, input: Input) -> Vec<Action> {
         let (state, actions) = state::step(std::mem::take(&mut self.state), input);
         self.state = state;
         actions
@@ -56,7 +60,7 @@ impl Machine {
         }
     }
 
-    fn carry_out(&mut self, action: Action<Life>) -> Result<(), MachineError> {
+    fn carry_out(&mut self, action: Action) -> Result<(), MachineError> {
         match action {
             // Nobody waits for an answer.
             Action::Refuse => {}
@@ -82,6 +86,9 @@ impl Machine {
                 self.recovery.turned_cold("requested by the operator".to_owned());
             }
             Action::StartNext => return self.start_next(),
+            Action::LetRun { launch } => return self.let_run_next(launch),
+            Action::EndLaunch => self.end_launch(),
+            Action::GiveUpLaunch { launch } => self.give_up_launch(launch),
             Action::WaitForDumps => return self.wait_for_dumps(),
             Action::GiveUpDumps => self.crash_recovery.dumps.give_up_all(),
             Action::CleanUp => return self.clean_up(),

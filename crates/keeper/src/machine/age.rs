@@ -66,7 +66,8 @@ impl Machine {
         self.rejuvenation.schedule.next_look = Instant::now() + LOOK_EVERY;
         let Some(policy) = &self.context.config.rejuvenate else { return Ok(()) };
         let since_attempt = self.rejuvenation.schedule.last_attempt.map(|at| at.elapsed());
-        if !self.state.is_undisturbed() || !is_open(policy.window, minute_of_day(), since_attempt) {
+        let hops = self.rejuvenation.hop.is_some();
+        if hops || !self.state.is_undisturbed() || !is_open(policy.window, minute_of_day(), since_attempt) {
             return Ok(());
         }
         let Ok(signs) = self.age() else { return Ok(()) };

@@ -6,11 +6,12 @@ use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 use hearth_api::{EventKind, PendingChange};
-use hearth_qemu::{AcceleratorChoice, Binary, BinaryError};
+use hearth_qemu::{AcceleratorChoice, Binary};
 use hearth_recovery::journal::{GuestNote, Journal, JournalError};
 
 use super::images::InheritedLocks;
 use super::in_force::Next;
+use super::launch_job::Run;
 use super::restore::RestoreOrder;
 use crate::config::{Config, ConfigFile, Configured};
 use crate::console::Hub;
@@ -59,6 +60,8 @@ pub struct QemuChoice {
     pub accelerator: AcceleratorChoice,
     /// Locks on the images, inherited by each QEMU.
     pub locks: InheritedLocks,
+    /// QEMUs whose start was given up, until they have ended.
+    pub given_up: Vec<Run>,
 }
 
 /// The parts of the keeper outside the machine's loop.
@@ -88,11 +91,6 @@ pub fn load_journal(config: &Config, folders: &Folders, root: &RuntimeRoot) -> R
 }
 
 impl Context {
-    /// The program that the next QEMU is started from.
-    pub fn binary(&self) -> Result<Binary, BinaryError> {
-        self.qemu.binary.clone().map_or_else(|| Binary::find(self.config.qemu.as_deref()), Ok)
-    }
-
     /// Shows the configuration that counts now in the API.
     pub fn show_config(&self) {
         let shown = serde_json::to_value(&self.config).expect("a configuration is plain data");

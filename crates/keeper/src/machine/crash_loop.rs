@@ -87,8 +87,8 @@ impl Machine {
     }
 
     /// A next guest that QEMU did not start counts as a crash. Between two tries the machine takes orders.
-    pub(super) fn or_try_again(&mut self, tried: Result<(), MachineError>) -> Result<(), MachineError> {
-        let Err(error @ MachineError::Launch(_)) = tried else { return tried };
+    pub(super) fn try_again_later(&mut self, error: MachineError) -> Result<(), MachineError> {
+        let MachineError::Launch(_) = error else { return Err(error) };
         self.discard_unused();
         let delay = self.crash_recovery.crashes.ended(Duration::ZERO, EndCause::QemuDied, &self.context.config.crash);
         self.start_failed(delay.unwrap_or_default(), crate::chain(&error))

@@ -395,6 +395,7 @@ impl Machine {
         }
         let DumpRequest { pause, format, compression, .. } = request;
         must_compress(format.unwrap_or(self.context.config.crash.format), compression)?;
+        self.rejuvenation.must_not_hop("dump")?;
         self.dump_living(Request { pause, level, format, compression, file }, Some(answer.clone()))
     }
 

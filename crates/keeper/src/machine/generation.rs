@@ -1,31 +1,37 @@
 //! Generation: one QEMU process, and how the keeper starts it, takes it over and talks to it.
 //!
-//! launch: listen for the userfaultfd -> spawn -> take the userfaultfd -> QMP -> watch -> run
-//! launch as a successor: the same, and it waits for the guest that another QEMU has
+//! plan (the loop) -> start (a launch job): listen for the userfaultfd -> spawn -> take the userfaultfd -> QMP -> watch
+//! run (the loop): the guest boots; a successor and the QEMU of a restore wait for a guest that is given to them
 //! adopt (a dead keeper's QEMU): find the process -> QMP -> watch
 
 use std::io;
+use std::os::fd::RawFd;
 use std::sync::Arc;
 use std::sync::mpsc::{Sender, channel};
 use std::time::Duration;
 
 use hearth_api::{QemuStatus, UserfaultStatus};
-use hearth_disk::server::{DiskServer, Expected, Peer, ServerError};
+use hearth_disk::server::{DiskServer, Doorkeeper, Expected, Heard, Peer, ServerError};
 use hearth_memory::faults::{HandoverError, HandoverListener, Userfault};
 use hearth_qemu::valve::Valves;
-use hearth_qemu::{BinaryError, Endpoint, Footprint, Launch, Process, ProcessError, ProcessId, Qmp, QmpError, preload};
+use hearth_qemu::{
+    AcceleratorChoice, Binary, BinaryError, Endpoint, Footprint, Launch, Process, ProcessError, ProcessId, Qmp,
+    QmpError, preload,
+};
 use hearth_recovery::incarnation::Incarnation;
 use hearth_recovery::journal::{FootprintNote, QemuIdentity};
 
+use super::launch_job::{GivenUp, Reins};
 use super::wires::{WireError, Wires};
 use super::{Context, launch};
+use crate::config::Config;
 use crate::console::Place;
 use crate::event::Event;
 use crate::folders::{Folders, own_user};
 
 /// QEMU's start takes 50 to 700 ms on a busy host; a minute means it hangs.
 const START_PATIENCE: Duration = Duration::from_secs(60);
-/// A guest that runs can wait for its next QEMU, but its keeper does nothing else meanwhile.
+/// A guest that runs can wait for its next QEMU, but whoever asked for it waits as well.
 const SUCCESSOR_PATIENCE: Duration = Duration::from_secs(15);
 /// How long to wait for the userfaultfd. QEMU hands it over before its `main` runs.
 const USERFAULT_PATIENCE: Duration = Duration::from_secs(10);
@@ -39,6 +45,28 @@ enum Role {
     Successor,
     /// Loads a saved guest, which waits for `run`.
     Restored,
+}
+
+/// All that the start of a QEMU needs, so that another thread can do it. The disks let nobody in until it is known who comes.
+pub struct Plan {
+    config: Config,
+    folders: Folders,
+    accelerator: AcceleratorChoice,
+    /// The program that was found; none if it is to be found again.
+    binary: Option<Binary>,
+    /// Locks of the images.
+    inherited: Vec<RawFd>,
+    doors: Vec<Doorkeeper>,
+    /// Without its ledger, which is the next guest's when this one has ended.
+    incarnation: Incarnation,
+    number: u32,
+    devices: Devices,
+    role: Role,
+    /// The QEMU that has the guest, beside which this one is started.
+    living: Option<Peer>,
+    /// What the two share; none of a QEMU that gets its own.
+    wires: Option<Wires>,
+    tell: Sender<Event>,
 }
 
 /// Devices that a guest has from its boot on, or does without for as long as it lives: whoever takes it has the same.
@@ -69,6 +97,10 @@ pub struct Generation {
 
 #[derive(Debug, thiserror::Error)]
 pub enum LaunchError {
+    #[error(transparent)]
+    GivenUp(#[from] GivenUp),
+    #[error("cannot start the thread that starts QEMU")]
+    Thread(#[source] std::io::Error),
     #[error("cannot claim a user for QEMU (`qemu_user`)")]
     User(#[source] std::io::Error),
     #[error("cannot install the preload library")]
@@ -91,98 +123,139 @@ pub enum LaunchError {
     Watch(#[source] std::io::Error),
 }
 
-impl Generation {
-    /// Starts QEMU with this incarnation's RAM. The guest does nothing until `run`: before QMP is connected a reset or a panic
+impl Plan {
+    /// To start QEMU with this incarnation's RAM. The guest does nothing until `run`: before QMP is connected a reset or a panic
     /// would be seen only as QEMU's end, or not at all.
-    pub fn launch(
+    pub fn first(
         context: &Context,
         disks: &[DiskServer],
         incarnation: &Incarnation,
         number: u32,
         devices: Devices,
     ) -> Result<Self, LaunchError> {
-        let wires = Wires::lay(&context.config, &context.folders, number)?;
-        Door { disks, living: None }
-            .let_in(|door| Self::start(context, door, incarnation, number, wires, devices, Role::First))
+        Self::of(context, disks, incarnation, number, devices, Role::First, None)
     }
 
-    /// Starts a QEMU that waits for this incarnation's guest, beside the one that has it.
-    pub fn launch_successor(
+    /// To start a QEMU that waits for a guest that was saved, with these devices. Its memory is not touched before that.
+    pub fn restored(
         context: &Context,
         disks: &[DiskServer],
         incarnation: &Incarnation,
         number: u32,
-        old: &Self,
+        devices: Devices,
+    ) -> Result<Self, LaunchError> {
+        Self::of(context, disks, incarnation, number, devices, Role::Restored, None)
+    }
+
+    /// To start a QEMU that waits for this incarnation's guest, beside the one that has it.
+    pub fn successor(
+        context: &Context,
+        disks: &[DiskServer],
+        incarnation: &Incarnation,
+        number: u32,
+        old: &Generation,
         wires: &Wires,
     ) -> Result<Self, LaunchError> {
         let wires = wires.share(&context.folders, number)?;
-        let (living, devices) = (Some(old.peer()), old.devices());
-        Door { disks, living }
-            .let_in(|door| Self::start(context, door, incarnation, number, wires, devices, Role::Successor))
+        Self::of(context, disks, incarnation, number, old.devices(), Role::Successor, Some((old.peer(), wires)))
     }
 
-    /// Starts a QEMU that waits for a guest that was saved, with these devices. Its memory is not touched before that.
-    pub fn launch_restored(
+    fn of(
         context: &Context,
         disks: &[DiskServer],
         incarnation: &Incarnation,
         number: u32,
         devices: Devices,
+        role: Role,
+        beside: Option<(Peer, Wires)>,
     ) -> Result<Self, LaunchError> {
-        let wires = Wires::lay(&context.config, &context.folders, number)?;
-        Door { disks, living: None }
-            .let_in(|door| Self::start(context, door, incarnation, number, wires, devices, Role::Restored))
+        let (living, wires) = beside.unzip();
+        let plan = Self {
+            config: context.config.clone(),
+            folders: context.folders.clone(),
+            accelerator: context.qemu.accelerator.clone(),
+            binary: context.qemu.binary.clone(),
+            inherited: context.qemu.locks.numbers(),
+            doors: disks.iter().map(DiskServer::doorkeeper).collect(),
+            incarnation: Incarnation { ledger: None, ..incarnation.clone() },
+            number,
+            devices,
+            role,
+            living,
+            wires,
+            tell: context.outside.tell.clone(),
+        };
+        // What connects from here on waits until it is known which process that is.
+        let living: Vec<Peer> = living.into_iter().collect();
+        plan.tell_doors(&Expected::and_another(living))?.iter().try_for_each(Heard::wait)?;
+        Ok(plan)
     }
 
-    fn start(
-        context: &Context,
-        door: &Door<'_>,
-        incarnation: &Incarnation,
-        number: u32,
-        wires: Wires,
-        devices: Devices,
-        role: Role,
-    ) -> Result<Self, LaunchError> {
-        let folders = &context.folders;
-        let library = preload::install(&folders.runtime).map_err(LaunchError::Preload)?;
-        let listener = HandoverListener::bind(&folders.userfault_socket(number))?;
-        let successor = role == Role::Successor;
-        let launch = Launch {
-            hold_still: !successor,
-            incoming: successor || role == Role::Restored,
-            agent_socket: devices.guest_agent.then(|| folders.agent_socket(number)),
-            vmgenid: devices.vmgenid.clone(),
-            inherited: context.qemu.locks.numbers(),
-            run_as: own_user::run_as(context.config.qemu_user.as_deref(), &folders.runtime)
-                .map_err(LaunchError::User)?,
-            ..launch::launch(context.into(), incarnation, number, &library, &wires, successor)
-        };
-        let binary = context.binary()?;
-        let process = Process::spawn(&binary, &launch, &folders.qemu_log(number))?;
-        door.expect(peer(process.id()))?;
+    fn tell_doors(&self, expected: &Expected) -> Result<Vec<Heard>, ServerError> {
+        self.doors.iter().map(|door| door.expect(expected.clone())).collect()
+    }
+
+    /// Starts it from the program that is configured, unless the job was given up.
+    pub fn start(mut self, reins: &Reins) -> Result<Generation, LaunchError> {
+        let binary = self.binary.take().map_or_else(|| Binary::find(self.config.qemu.as_deref()), Ok)?;
+        self.start_from(&binary, reins)
+    }
+
+    /// Starts it from this program, unless the job was given up.
+    pub fn start_from(mut self, binary: &Binary, reins: &Reins) -> Result<Generation, LaunchError> {
+        let mut begun = None;
+        let process = reins.spawn(|| {
+            let wires = self.wires.take().map_or_else(|| Wires::lay(&self.config, &self.folders, self.number), Ok)?;
+            let listener = HandoverListener::bind(&self.folders.userfault_socket(self.number))?;
+            let launch = self.launch(&wires)?;
+            let process = Process::spawn(binary, &launch, &self.folders.qemu_log(self.number))?;
+            let peers: Vec<Peer> = self.living.into_iter().chain([peer(process.id())]).collect();
+            let heard = self.tell_doors(&Expected::these(peers))?;
+            begun = Some((wires, listener, heard));
+            Ok::<_, LaunchError>(process)
+        })?;
+        let (wires, listener, heard) = begun.expect("a process was started with them");
+        heard.iter().try_for_each(Heard::wait)?;
         let userfault = listener.accept(process.id().pid, USERFAULT_PATIENCE).map_err(|error| crate::chain(&error));
         let id = process.id();
         let identity = QemuIdentity {
             pid: id.pid,
             start_ticks: id.start_ticks,
-            generation: number,
+            generation: self.number,
             version: binary.version().to_string(),
-            accelerator: context.qemu.accelerator.accelerator.name().to_owned(),
-            accelerator_why: context.qemu.accelerator.why.clone(),
+            accelerator: self.accelerator.accelerator.name().to_owned(),
+            accelerator_why: self.accelerator.why,
             userfault_fd: userfault.as_ref().ok().map(|userfault| userfault.fd_in_qemu),
             helper_fd: userfault.as_ref().ok().and_then(|userfault| Some(userfault.helper.as_ref()?.fd_in_qemu)),
             deaf: false,
             at_start: None,
-            vmgenid: devices.vmgenid,
-            guest_agent: devices.guest_agent,
+            vmgenid: self.devices.vmgenid,
+            guest_agent: self.devices.guest_agent,
         };
-        let patience = if successor { SUCCESSOR_PATIENCE } else { START_PATIENCE };
+        let patience = if self.role == Role::Successor { SUCCESSOR_PATIENCE } else { START_PATIENCE };
         let mut generation =
-            Self::hold(folders, &context.outside.tell, process, identity, userfault, Ok(wires), patience)?;
+            Generation::hold(&self.folders, &self.tell, process, identity, userfault, Ok(wires), patience)?;
         generation.identity.at_start = generation.footprint();
         Ok(generation)
     }
 
+    fn launch(&self, wires: &Wires) -> Result<Launch, LaunchError> {
+        let (config, folders, successor) = (&self.config, &self.folders, self.role == Role::Successor);
+        let library = preload::install(&folders.runtime).map_err(LaunchError::Preload)?;
+        let base = launch::Base { config, folders, accelerator: self.accelerator.accelerator };
+        Ok(Launch {
+            hold_still: !successor,
+            incoming: successor || self.role == Role::Restored,
+            agent_socket: self.devices.guest_agent.then(|| folders.agent_socket(self.number)),
+            vmgenid: self.devices.vmgenid.clone(),
+            inherited: self.inherited.clone(),
+            run_as: own_user::run_as(config.qemu_user.as_deref(), &folders.runtime).map_err(LaunchError::User)?,
+            ..launch::launch(base, &self.incarnation, self.number, &library, wires, successor)
+        })
+    }
+}
+
+impl Generation {
     /// The process of a QEMU that a dead keeper left; none if it has ended.
     pub fn find(folders: &Folders, identity: &QemuIdentity) -> Option<Process> {
         let id = ProcessId { pid: identity.pid, start_ticks: identity.start_ticks };
@@ -355,33 +428,6 @@ impl Generation {
             accelerator_why: self.identity.accelerator_why.clone(),
             userfault: self.userfault_status(),
         }
-    }
-}
-
-/// The disks' sockets while a QEMU is started: what connects meanwhile waits until it is known which process that is.
-struct Door<'a> {
-    disks: &'a [DiskServer],
-    /// The QEMU that has the guest, beside which another one is started.
-    living: Option<Peer>,
-}
-
-impl Door<'_> {
-    fn let_in(&self, start: impl FnOnce(&Self) -> Result<Generation, LaunchError>) -> Result<Generation, LaunchError> {
-        self.tell(&Expected::and_another(self.living.into_iter().collect::<Vec<_>>()))?;
-        start(self).inspect_err(|_| {
-            // One that did not come to be is nobody's peer; its pid may be given to another process.
-            for disk in self.disks {
-                disk.tell_expected(Expected::these(self.living.into_iter().collect::<Vec<_>>()));
-            }
-        })
-    }
-
-    fn expect(&self, new: Peer) -> Result<(), ServerError> {
-        self.tell(&Expected::these(self.living.into_iter().chain([new]).collect::<Vec<_>>()))
-    }
-
-    fn tell(&self, expected: &Expected) -> Result<(), ServerError> {
-        self.disks.iter().try_for_each(|disk| disk.expect(expected.clone()))
     }
 }
 

@@ -15,6 +15,7 @@ use std::time::{Duration, Instant};
 use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
 
+use super::launch_job::Reins;
 use crate::runtime_root::{HOPS_LOCK, RuntimeRoot};
 
 /// How long to wait for the lock. Eight starts at once on two processors take two seconds; a QEMU that hangs in its
@@ -26,17 +27,19 @@ const LOOK_EVERY: Duration = Duration::from_millis(1);
 pub struct HopLock(#[expect(dead_code, reason = "it is open, and so locked")] Option<File>);
 
 impl HopLock {
-    /// Others may start as well; nobody stands still.
-    pub fn to_start(root: &RuntimeRoot) -> Self {
-        Self(take(root.path(), FlockOperation::NonBlockingLockShared, PATIENCE))
+    /// Others may start as well; nobody stands still. Nobody waits for it on behalf of a start that was given up.
+    pub fn to_start(root: &RuntimeRoot, reins: &Reins) -> Self {
+        let is_wanted = || !reins.are_given_up();
+        Self(take(root.path(), FlockOperation::NonBlockingLockShared, PATIENCE, is_wanted))
     }
 
-    pub fn to_stand_still(root: &RuntimeRoot) -> Self {
-        Self(take(root.path(), FlockOperation::NonBlockingLockExclusive, PATIENCE))
+    pub fn to_stand_still(root: &RuntimeRoot, reins: &Reins) -> Self {
+        let is_wanted = || !reins.are_given_up();
+        Self(take(root.path(), FlockOperation::NonBlockingLockExclusive, PATIENCE, is_wanted))
     }
 }
 
-fn take(root: &Path, operation: FlockOperation, patience: Duration) -> Option<File> {
+fn take(root: &Path, operation: FlockOperation, patience: Duration, is_wanted: impl Fn() -> bool) -> Option<File> {
     let path = root.join(HOPS_LOCK);
     let file = OpenOptions::new().create(true).truncate(false).write(true).mode(0o600).open(&path);
     let file =
@@ -45,7 +48,7 @@ fn take(root: &Path, operation: FlockOperation, patience: Duration) -> Option<Fi
     loop {
         match flock(&file, operation) {
             Ok(()) => return Some(file),
-            Err(Errno::WOULDBLOCK) if Instant::now() < deadline => std::thread::sleep(LOOK_EVERY),
+            Err(Errno::WOULDBLOCK) if Instant::now() < deadline && is_wanted() => std::thread::sleep(LOOK_EVERY),
             Err(_) => return None,
         }
     }
@@ -59,7 +62,7 @@ mod tests {
     fn one_guest_pauses_while_no_qemu_starts() {
         use FlockOperation::{NonBlockingLockExclusive as STILL, NonBlockingLockShared as START};
         let folder = tempfile::tempdir().unwrap();
-        let at_once = |operation| take(folder.path(), operation, Duration::ZERO);
+        let at_once = |operation| take(folder.path(), operation, Duration::ZERO, || true);
         let starts = [at_once(START), at_once(START)];
         assert!(starts.iter().all(Option::is_some), "several start");
         assert!(at_once(STILL).is_none(), "while somebody starts");
@@ -69,6 +72,6 @@ mod tests {
         assert!(at_once(STILL).is_none() && at_once(START).is_none(), "while somebody stands still");
         drop(still);
         assert!(at_once(START).is_some());
-        assert!(take(Path::new("/nowhere"), STILL, Duration::ZERO).is_none(), "and nobody waits");
+        assert!(take(Path::new("/nowhere"), STILL, Duration::ZERO, || true).is_none(), "and nobody waits");
     }
 }

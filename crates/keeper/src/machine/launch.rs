@@ -15,7 +15,6 @@ use hearth_qemu::{Accelerator, EARLIER_MACHINE_TYPE, Launch};
 use hearth_recovery::incarnation::Incarnation;
 use hearth_recovery::journal::DiskIdentity;
 
-use super::Context;
 use super::wires::Wires;
 use crate::config::{
     Boot, Config, DiskConfig, DiskFormat, Forward, NetBackend, NetConfig, NvramConfig, PmemConfig, Protocol,
@@ -38,12 +37,6 @@ pub struct Base<'a> {
     pub config: &'a Config,
     pub folders: &'a Folders,
     pub accelerator: Accelerator,
-}
-
-impl<'a> From<&'a Context> for Base<'a> {
-    fn from(context: &'a Context) -> Self {
-        Self { config: &context.config, folders: &context.folders, accelerator: context.qemu.accelerator.accelerator }
-    }
 }
 
 /// What QEMU generation `generation` is started with. `successor`: it is going to take over from another one.

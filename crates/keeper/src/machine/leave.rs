@@ -44,7 +44,7 @@ impl Machine {
         memory.leave();
         warm_reboot.monitor.leave();
         crash_recovery.dumps.leave();
-        if let Some(life) = state.into_guest() {
+        if let (Some(life), _) = state.into_parts() {
             life.generation.leave();
         }
         drop((fast_remount, locked_files, disks, rejuvenation, saves, context));

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use hearth_api::{EmberMode, EndCause, EventKind};
+use hearth_api::{EmberMode, EndCause, EventKind, QemuStatus};
 use hearth_disk::arrival::Conduct;
 use hearth_disk::image::Unwritten;
 use hearth_disk::server::DiskServer;
@@ -16,19 +16,35 @@ use hearth_recovery::warm_reboot::Phase;
 
 use super::crash_recovery::Harvest;
 use super::dumps::Dumps;
-use super::generation::{Devices, Generation};
+use super::generation::{Devices, Generation, LaunchError, Plan};
+use super::launch_job::LaunchJob;
 use super::leftovers::Needed;
 use super::state::Input;
 use super::timeline::Timeline;
 use super::{Life, Machine, MachineError, launch, leftovers};
 use crate::folders::own_user;
 
+/// An incarnation whose QEMU is being started.
+pub struct NextLife {
+    incarnation: Incarnation,
+    began: Instant,
+    job: LaunchJob<Result<Generation, LaunchError>>,
+}
+
+impl NextLife {
+    /// Number of its QEMU's generation.
+    pub fn generation(&self) -> u32 {
+        self.job.number()
+    }
+}
+
 impl Machine {
     pub(super) fn start_afresh(&mut self) -> Result<(), MachineError> {
         self.take_next_configuration();
         let incarnation = self.next_incarnation()?;
         self.open_disks(&incarnation, Unwritten::Drop)?;
-        self.launch(incarnation)
+        let next = self.begin_launch(incarnation)?;
+        self.let_run(next)
     }
 
     /// Opens the disks' images and serves them to the guest of this incarnation.
@@ -57,6 +73,7 @@ impl Machine {
         // The guest can see no error any more, and its disks must be drained.
         self.disks.backfill.set_conduct(Conduct::Refuse);
         self.cancel_save("the guest ended");
+        self.give_up_hop("QEMU, which was to be replaced, has ended");
         self.saves.forget_frozen(&mut self.context);
         self.fast_remount.boot_cut_off();
         self.memory.drop_gate(&self.warm_reboot, &self.disks);
@@ -105,25 +122,66 @@ impl Machine {
         self.buried(delay)
     }
 
-    /// The next incarnation starts from what the dead one left; from less, or later, if that fails.
+    /// Begins the next incarnation, from what the dead one left; from less, or later, if that fails.
     pub(super) fn start_next(&mut self) -> Result<(), MachineError> {
-        match self.try_next() {
-            Err(error) if self.may_wait_for_space(&error) => self.wait_for_space(&error),
-            tried => self.or_try_again(tried),
+        self.take_next_configuration();
+        self.start_as_configured()
+    }
+
+    fn start_as_configured(&mut self) -> Result<(), MachineError> {
+        match self.begin_next() {
+            Ok(launch) => self.happens(Input::Launches { launch }),
+            Err(error) => self.not_started(error),
         }
     }
 
-    pub(super) fn try_next(&mut self) -> Result<(), MachineError> {
-        self.take_next_configuration();
-        match self.try_as_configured() {
-            Err(error @ MachineError::Launch(_))
-                if !self.may_wait_for_space(&error) && self.take_back_configuration(&error) =>
-            {
-                self.discard_unused();
-                self.try_as_configured()
-            }
-            tried => tried,
+    fn begin_next(&mut self) -> Result<NextLife, MachineError> {
+        let next = self.next_incarnation()?;
+        let gate = self.memory.disk_gate();
+        self.disks.renew(&mut self.context, &self.warm_reboot, &mut self.recovery, gate.as_ref(), &next)?;
+        self.phase(Phase::Attach, |machine| machine.warm_reboot.succession(&machine.disks.servers).attach(&next))?;
+        self.begin_launch(next)
+    }
+
+    /// The next incarnation's QEMU has been started, or not.
+    pub(super) fn let_run_next(&mut self, next: NextLife) -> Result<(), MachineError> {
+        let began = next.began;
+        let runs = self.let_run(next);
+        self.recovery.phase_ended(&self.context, Phase::Launch.name(), began, began.elapsed());
+        if let Err(error) = runs {
+            return self.not_started(error);
         }
+        self.context.file.next.last = None;
+        if let Some(began) = self.recovery.waits_since.take() {
+            self.recovery.phase_ended(&self.context, "back-off", began, began.elapsed());
+        }
+        if let Some(timeline) = &mut self.recovery.timeline {
+            timeline.recovered();
+        }
+        Ok(())
+    }
+
+    fn not_started(&mut self, error: MachineError) -> Result<(), MachineError> {
+        if self.may_wait_for_space(&error) {
+            return self.wait_for_space(&error);
+        }
+        if matches!(error, MachineError::Launch(_)) && self.take_back_configuration(&error) {
+            self.discard_unused();
+            return self.start_as_configured();
+        }
+        self.try_again_later(error)
+    }
+
+    /// The machine was told to stop.
+    pub(super) fn end_launch(&self) {
+        if let Some(next) = self.state.launch() {
+            next.job.cut();
+        }
+    }
+
+    pub(super) fn give_up_launch(&mut self, next: NextLife) {
+        drop(next);
+        self.discard_unused();
     }
 
     /// The incarnation that did not begin: the next one has its number.
@@ -135,22 +193,6 @@ impl Machine {
         self.context.folders.discard_generation(self.context.journal.generation);
         discard_files(&self.context.folders.memory, self.context.journal.incarnation);
         self.context.journal.incarnation -= 1;
-    }
-
-    fn try_as_configured(&mut self) -> Result<(), MachineError> {
-        let next = self.next_incarnation()?;
-        let gate = self.memory.disk_gate();
-        self.disks.renew(&mut self.context, &self.warm_reboot, &mut self.recovery, gate.as_ref(), &next)?;
-        self.phase(Phase::Attach, |machine| machine.warm_reboot.succession(&machine.disks.servers).attach(&next))?;
-        self.phase(Phase::Launch, |machine| machine.launch(next))?;
-        self.context.file.next.last = None;
-        if let Some(began) = self.recovery.waits_since.take() {
-            self.recovery.phase_ended(&self.context, "back-off", began, began.elapsed());
-        }
-        if let Some(timeline) = &mut self.recovery.timeline {
-            timeline.recovered();
-        }
-        Ok(())
     }
 
     fn bank(&mut self, dead: Incarnation) {
@@ -260,12 +302,20 @@ impl Machine {
         Ok(self.context.journal.generation)
     }
 
-    fn launch(&mut self, incarnation: Incarnation) -> Result<(), MachineError> {
+    fn begin_launch(&mut self, incarnation: Incarnation) -> Result<NextLife, MachineError> {
+        let began = Instant::now();
         self.fast_remount.boot_begins(&self.context, &self.warm_reboot);
         let devices = Devices { vmgenid: self.context.vmgenid_of_boot(), guest_agent: self.context.config.guest_agent };
         let number = self.next_generation(&incarnation)?;
-        let generation = Generation::launch(&self.context, &self.disks.servers, &incarnation, number, devices)?;
-        self.record_qemu(&generation);
+        let plan = Plan::first(&self.context, &self.disks.servers, &incarnation, number, devices)?;
+        let (name, tell) = (&self.context.config.name, self.context.outside.tell.clone());
+        let job = LaunchJob::begin(name, number, tell, move |reins| plan.start(reins)).map_err(LaunchError::Thread)?;
+        Ok(NextLife { incarnation, began, job })
+    }
+
+    fn let_run(&mut self, NextLife { incarnation, job, .. }: NextLife) -> Result<(), MachineError> {
+        let (number, generation) = (job.number(), job.end()?);
+        self.record_qemu(generation.status());
         if self.warm_reboot.wants_gate(&self.context.config) {
             self.memory.shut(&self.context, &self.warm_reboot, &self.disks, &incarnation, &generation);
         }
@@ -278,8 +328,7 @@ impl Machine {
         Ok(())
     }
 
-    pub(super) fn record_qemu(&self, generation: &Generation) {
-        let status = generation.status();
+    pub(super) fn record_qemu(&self, status: QemuStatus) {
         self.context.record(EventKind::QemuStarted {
             pid: status.pid,
             generation: status.generation,
@@ -287,7 +336,7 @@ impl Machine {
             accelerator: status.accelerator,
             accelerator_why: status.accelerator_why,
         });
-        self.context.record(EventKind::Userfault { generation: generation.number, userfault: status.userfault });
+        self.context.record(EventKind::Userfault { generation: status.generation, userfault: status.userfault });
     }
 
     /// Makes a QEMU that was just started the machine's. QEMU ends if the journal cannot be written.
@@ -315,18 +364,20 @@ impl Machine {
         self.context.save_journal();
         generation.settle();
         self.context.outside.console.attach(generation.console(&self.context.folders));
-        self.pin(&generation);
+        self.pin(generation.identity().pid);
         Life { incarnation, generation, began: began.unwrap_or_else(Instant::now), going_on: 0 }
     }
 
-    pub(super) fn pin(&self, generation: &Generation) {
+    pub(super) fn pin(&self, qemu: u32) {
         let config = &self.context.config;
-        self.locked_files.renew(&config.name, generation.identity().pid, &config.boot);
+        self.locked_files.renew(&config.name, qemu, &config.boot);
     }
 
     pub(super) fn clean_up(&mut self) -> Result<(), MachineError> {
         self.crash_recovery.dumps = Dumps::default();
         self.abandon_save();
+        // Before their files are removed.
+        self.context.qemu.given_up.clear();
         self.warm_reboot.monitor.watch(None);
         self.disks.backfill.set_conduct(Conduct::Refuse);
         self.disks.judge_idle(&self.context, &self.warm_reboot, &mut self.recovery);
@@ -367,6 +418,7 @@ impl Machine {
         // A guest that is parked by now is left to the next keeper.
         let _ = self.call_park_off("continue", "the machine failed");
         self.kill_qemu();
+        self.give_up_hop("the machine failed");
         self.disks.backfill.set_conduct(Conduct::Refuse);
         self.memory.drop_gate(&self.warm_reboot, &self.disks);
         self.memory.drop_restore(&mut self.context, &self.disks);

@@ -30,6 +30,9 @@
 //! with every input. `actions` carries out what follows from a transition. The API and the events show more words: a Running machine
 //! is `running`, `paused` or `stopping`; one in Dumping, or Recovering with the order to stop, is `stopping`.
 //!
+//! Starting a QEMU takes up to a second: a thread does it (`launch_job`), and the loop answers meanwhile. A machine that is told to
+//! stop while its next QEMU is starting goes to Dumping once that has ended.
+//!
 //! A machine that crashes again and again, or whose next QEMU does not start, waits in Recovering before its next start
 //! (`crash_loop`).
 //!
@@ -50,9 +53,9 @@
 //! | `FastRemount` (`fast_remount`) | until when a boot is noted, the readiness probe |
 //! | `GuestMemory` (`gate`, `restore`) | the gate before the guest's memory, its way out of a snapshot |
 //! | `Disks` (`disks`, `images`, `nvram`, `backfill`) | servers, images, NVRAM, backfill |
-//! | `State` (`state`, `actions`) | where the machine stands: the guest and its QEMU, the order, the wait before a start |
+//! | `State` (`state`, `actions`, `lives`) | where the machine stands: the guest and its QEMU, the order, the next guest's start or the wait before it |
 //! | `LastRecovery` (`timeline`) | how long each phase of the last recovery took |
-//! | `Rejuvenations` (`rejuvenate`, `park`, `upgrade`, `age`) | the last hop, the schedule, the guest that is being parked, the successor |
+//! | `Rejuvenations` (`rejuvenate`, `park`, `upgrade`, `age`) | the hop under way, the last hop, the schedule, the guest that is being parked, the successor |
 //! | `Saves` (`save`, `frozen`) | the save under way, frozen file systems |
 //! | `CrashRecovery` (`crash_recovery`, `dumps`, `crash_loop`) | dumps, crashes, harvested registers |
 
@@ -75,6 +78,7 @@ mod hop_lock;
 pub mod images;
 mod in_force;
 mod launch;
+mod launch_job;
 mod leave;
 mod leftovers;
 mod lives;
@@ -122,6 +126,7 @@ use fast_remount::FastRemount;
 use gate::GuestMemory;
 use generation::Generation;
 pub use in_force::Next;
+use lives::NextLife;
 use locked_files::LockedFiles;
 use park::Parking;
 pub use rejuvenate::GUEST_DIED_WITH_QEMU;
@@ -158,7 +163,7 @@ pub struct Machine {
     locked_files: LockedFiles,
     memory: GuestMemory,
     disks: Disks,
-    state: State<Life>,
+    state: State<Life, NextLife>,
     /// The state that the event log was told last.
     told_state: MachineState,
     recovery: LastRecovery,
@@ -276,6 +281,7 @@ impl Machine {
             self.fast_remount.ready_at,
             self.disks.next_check.as_ref().map(|check| check.at),
             self.rejuvenation.parking.as_ref().and_then(Parking::deadline),
+            self.rejuvenation.hop_deadline(),
         ];
         deadlines.into_iter().flatten().min()
     }
@@ -292,6 +298,10 @@ impl Machine {
         }
         if self.rejuvenation.parking.as_ref().and_then(Parking::deadline).is_some_and(|until| until <= now) {
             return self.end_park();
+        }
+        if self.rejuvenation.hop_deadline().is_some_and(|deadline| deadline <= now) {
+            self.go_on_to_retire();
+            return Ok(());
         }
         match self.state.deadline() {
             Some(deadline) if deadline <= now => self.happens(Input::TimeUp { now }),
@@ -318,6 +328,7 @@ impl Machine {
                 Ok(())
             }
             Event::Qmp { .. } => Ok(()),
+            Event::Launched { generation } => self.launched(generation),
             Event::Disk { disk, notice } => {
                 Disks::disk_says(&self.context, disk, notice);
                 Ok(())
@@ -415,6 +426,7 @@ impl Machine {
     /// QEMU has paused the guest for good.
     fn guest_crashed(&mut self, cause: EndCause) -> Result<(), MachineError> {
         self.cancel_save("the guest crashed");
+        self.give_up_hop("the guest crashed");
         self.happens(Input::Crashes { cause, on_panic: self.context.config.on_panic })
     }
 

@@ -71,6 +71,8 @@ impl Machine {
         self.must_not_be_parked("resize")?;
         // A disk that waits for memory does not answer, and this loop would wait for it.
         self.memory.must_be_complete("resize")?;
+        // The next QEMU may have read the size already.
+        self.rejuvenation.must_not_hop("resize")?;
         self.disks.resize(&self.context, disk)
     }
 
@@ -113,9 +115,10 @@ impl Machine {
         self.ordered("stop", Input::Terminate { now: Instant::now() })
     }
 
-    /// A guest that is paused for a save or a dump goes on first.
+    /// A guest that is paused for a save or a dump goes on first, and in the QEMU that it has.
     fn make_way(&mut self, why: &str) {
         self.cancel_save(why);
+        self.give_up_hop(why);
         self.end_held_dump(why);
     }
 

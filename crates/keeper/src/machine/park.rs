@@ -39,8 +39,9 @@ use hearth_recovery::rejuvenation::{ClockDebt, Ticker};
 use hearth_recovery::snapshot::state::{self, StateError};
 
 use super::disks::firmware_vars;
-use super::generation::{Devices, Generation, LaunchError};
+use super::generation::{Devices, Generation, LaunchError, Plan};
 use super::launch;
+use super::launch_job::Reins;
 use super::rejuvenate::{END_PATIENCE, Rejuvenations, must_have_all_state};
 use super::state::Input;
 use super::{Context, Life, Machine, MachineError};
@@ -544,9 +545,10 @@ impl Machine {
         self.open_disks(incarnation, Unwritten::Keep).map_err(Obstacle::Keeper)?;
         let number = self.next_generation(incarnation).map_err(Obstacle::Keeper)?;
         let devices = Devices { vmgenid: parked.vmgenid.clone(), guest_agent: parked.guest_agent };
-        let generation = Generation::launch_restored(&self.context, &self.disks.servers, incarnation, number, devices);
+        let plan = Plan::restored(&self.context, &self.disks.servers, incarnation, number, devices);
+        let generation = plan.and_then(|plan| plan.start(&Reins::default()));
         let generation = generation.map_err(|error| Obstacle::Keeper(error.into()))?;
-        self.record_qemu(&generation);
+        self.record_qemu(generation.status());
         // As late as possible: QEMU is there to take the state.
         let set_forward = parked.set_clock(&mut state, ticker);
         match state::give(&generation.qmp, &state, STATE_PATIENCE) {

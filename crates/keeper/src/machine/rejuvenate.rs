@@ -1,18 +1,23 @@
 //! Rejuvenation of a machine: phases, journal, and which QEMU is ended when. `hearth_recovery` describes the phases.
 //!
-//! launch -> admit -> (journal: a hop) -> prepare -> hand -> (journal: committed) -> resume -> retire
+//! launch (a job) -> admit -> (journal: a hop) -> prepare -> hand -> (journal: committed) -> resume -> retire
 //!
-//! The loop stands still meanwhile, but for the guest: what either QEMU says is handled afterwards, and of the one that
-//! lost only its end still counts. A keeper that dies leaves two QEMUs; the journal says whose the guest is, unless it died with
-//! the last bytes of the state, and the next keeper ends the other one (`whose_guest_is_it`) before it does anything else.
+//! While the new QEMU is starting the loop goes on. An order of the operator and a crash or the end of the guest come first: the
+//! hop is given up (`give_up_hop`). What else would disturb it is refused (`must_not_hop`).
+//!
+//! From `admit` to `resume` the loop stands still, but for the guest: what either QEMU says is handled afterwards, and of the one
+//! that lost only its end still counts. Then the loop goes on again, until the old QEMU has been retired.
+//!
+//! A keeper that dies leaves two QEMUs; the journal says whose the guest is, unless it died with the last bytes of the state, and
+//! the next keeper ends the other one (`whose_guest_is_it`) before it does anything else.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant, SystemTime};
 
 use hearth_api::{
-    ApiError, EndCause, ErrorWord, EventKind, MachineState, PhaseTime, RejuvenateRequest, Rejuvenation, Unparked,
-    rfc3339,
+    ApiError, EndCause, ErrorWord, EventKind, MachineState, PhaseTime, QemuStatus, RejuvenateRequest, Rejuvenation,
+    Unparked, rfc3339,
 };
 use hearth_disk::server::inflight_name;
 use hearth_qemu::{Accelerator, Binary, BinaryError, Qmp, QmpError, Version, memory_of};
@@ -21,14 +26,17 @@ use hearth_recovery::rejuvenation::{self, Handed, Hop, Phase, RejuvenationError,
 
 use super::age::Schedule;
 use super::disks::{Disks, is_silent};
-use super::generation::{Generation, LaunchError};
+use super::generation::{Generation, LaunchError, Plan};
 use super::hop_lock::HopLock;
 use super::launch;
+use super::launch_job::{LaunchJob, Reins};
 use super::park::Parking;
+use super::state::Input;
 use super::{Context, Life, Machine, MachineError};
 use crate::config::{Config, NetBackend};
 use crate::drill::drill;
 use crate::folders::Folders;
+use crate::runtime_root::RuntimeRoot;
 use crate::upgrade::Successor;
 
 /// How long a hop may pause the guest. It takes milliseconds; on a host that swaps it may take a second. A hop that
@@ -50,6 +58,8 @@ pub const GUEST_DIED_WITH_QEMU: &str = "QEMU has died, so its guest cannot conti
 /// Rejuvenations of the machine: of its QEMU, and of its keeper.
 #[derive(Default)]
 pub struct Rejuvenations {
+    /// The hop that is under way, while the loop goes on.
+    pub hop: Option<HopUnderWay>,
     /// The last hop.
     pub last: Option<Rejuvenation>,
     /// Result of the resume of a parked guest, if this keeper found one.
@@ -63,8 +73,49 @@ pub struct Rejuvenations {
     pub stuck_park: Option<JoinHandle<()>>,
 }
 
+/// A hop while the loop goes on.
+pub struct HopUnderWay {
+    progress: Progress,
+    stage: Stage,
+}
+
+/// What a hop waits for.
+enum Stage {
+    /// The new QEMU is starting. The longer the ticker watches the better.
+    Launch { job: LaunchJob<Started>, ticker: Option<Ticker> },
+    /// The guest, which runs in the new QEMU, makes its first steps there.
+    FirstSteps { began: Instant, old: Box<Generation>, new: Box<Replaced> },
+    /// The old QEMU ends, and with it its hold on the ports that lead into the guest.
+    OldEnds { began: Instant, old: Box<Generation>, new: Box<Replaced> },
+}
+
+/// The QEMU that has replaced another one.
+struct Replaced {
+    identity: QemuIdentity,
+    status: QemuStatus,
+}
+
+/// What the job of a hop comes back with.
+struct Started {
+    /// Version of the program, if it told one.
+    version: Option<String>,
+    began: Instant,
+    took: Duration,
+    new: Result<New, Failure>,
+}
+
+/// A QEMU that waits for the guest of another one.
+struct New {
+    binary: Binary,
+    generation: Generation,
+    /// Lets the guest stand still.
+    lock: HopLock,
+}
+
 #[derive(Debug, thiserror::Error)]
 enum Failure {
+    #[error("{0}")]
+    GivenUp(String),
     #[error(transparent)]
     Binary(#[from] BinaryError),
     #[error(
@@ -105,6 +156,52 @@ fn must_have_machine_type(config: &Config, binary: &Binary) -> Result<(), Failur
             Err(Failure::MachineType { version: binary.version(), program, machine_type })
         }
         _ => Ok(()),
+    }
+}
+
+impl Rejuvenations {
+    /// Refuses while another QEMU is starting, which is to have the guest as it is.
+    pub fn must_not_hop(&self, what: &str) -> Result<(), ApiError> {
+        if self.hop.is_none() {
+            return Ok(());
+        }
+        let message = format!("cannot {what}: the guest is being moved to another QEMU");
+        Err(ApiError::new(ErrorWord::WrongState, message).hint("wait until the rejuvenation has ended"))
+    }
+
+    /// When something of the hop is due.
+    pub fn hop_deadline(&self) -> Option<Instant> {
+        match &self.hop.as_ref()?.stage {
+            Stage::Launch { .. } => None,
+            Stage::FirstSteps { began, .. } => Some(*began + FIRST_STEPS),
+            Stage::OldEnds { began, .. } => Some(*began + END_PATIENCE),
+        }
+    }
+
+    /// When the hop that is under way began.
+    pub fn hops_since(&self) -> Option<String> {
+        self.hop.as_ref().map(|hop| hop.progress.report.started_at.clone())
+    }
+}
+
+impl Started {
+    /// Starts QEMU from this program, or the one on the path.
+    fn start(plan: Plan, config: &Config, program: Option<&Path>, root: &RuntimeRoot, reins: &Reins) -> Self {
+        let began = Instant::now();
+        let mut version = None;
+        let launched = Binary::find(program).map_err(Failure::from).and_then(|binary| {
+            version = Some(binary.version().to_string());
+            must_have_machine_type(config, &binary)?;
+            let _lock = HopLock::to_start(root, reins);
+            let generation = plan.start_from(&binary, reins)?;
+            Ok((binary, generation))
+        });
+        let took = began.elapsed();
+        let new = launched.map(|(binary, generation)| {
+            let lock = HopLock::to_stand_still(root, reins);
+            New { binary, generation, lock }
+        });
+        Self { version, began, took, new }
     }
 }
 
@@ -176,8 +273,13 @@ impl Disks {
     }
 
     /// The disks are for the QEMU that has the guest again, and for no other.
-    fn close_to_others(&self, living: &Generation) {
-        self.expect_only(&living.identity());
+    fn close_to_others(&self, living: &QemuIdentity) {
+        self.expect_only(living);
+        self.end_handover();
+    }
+
+    /// A QEMU that waits for its turn at a disk is cut off.
+    fn end_handover(&self) {
         if let Err(error) = rejuvenation::set_handover(&self.servers, false) {
             tracing::error!(%error, "lost a disk");
         }
@@ -209,7 +311,7 @@ impl Machine {
             return Err(ApiError::new(ErrorWord::WrongState, message).hint("`hearth status` shows what it waits for"));
         }
         self.must_live("rejuvenate")?;
-        if !self.state.is_undisturbed() {
+        if !self.state.is_undisturbed() || self.state.is_ending() {
             let state = self.state.shown().name();
             let message = format!("cannot rejuvenate: the machine is {state}, or is stopping or rebooting");
             return Err(ApiError::new(ErrorWord::WrongState, message).hint("only a running guest can be rejuvenated"));
@@ -230,6 +332,7 @@ impl Machine {
     }
 
     fn nothing_must_be_on_its_way(&self, what: &str) -> Result<(), ApiError> {
+        self.rejuvenation.must_not_hop(what)?;
         self.must_run(what)?;
         if !self.memory.is_granted() {
             let message =
@@ -247,6 +350,7 @@ impl Machine {
         Ok(())
     }
 
+    /// Begins a hop: `launched` goes on with it.
     pub(super) fn rejuvenate(&mut self, request: &RejuvenateRequest) -> Result<(), MachineError> {
         // The keeper may begin this by itself while a save is under way.
         self.cancel_save("its QEMU was told to be replaced");
@@ -256,67 +360,155 @@ impl Machine {
             self.context.record(EventKind::RejuvenationFailed { phase, why, guest_lost: false });
             return Ok(());
         }
-        let Some(report) = self.with_guest(|machine, life| machine.report_replacement(life, request)) else {
-            return Ok(());
-        };
-        // Through the channel that it has now.
-        self.thaw();
-        self.watch_ready();
-        self.rejuvenation.last = Some(report);
+        self.with_guest(|machine, life| {
+            let ticker = (machine.context.qemu.accelerator.accelerator == Accelerator::Tcg).then(Ticker::watch);
+            let mut progress = Progress::begin(&life.generation);
+            match machine.launch_successor(life, request) {
+                Ok(job) => {
+                    let stage = Stage::Launch { job, ticker };
+                    machine.rejuvenation.hop = Some(HopUnderWay { progress, stage });
+                }
+                Err(failure) => {
+                    progress.ended(Phase::Launch, progress.began, progress.began.elapsed());
+                    machine.not_launched(life, machine.context.journal.generation);
+                    machine.not_replaced(life, progress, &failure);
+                }
+            }
+        });
         Ok(())
     }
 
-    fn report_replacement(&mut self, life: &mut Life, request: &RejuvenateRequest) -> Rejuvenation {
-        let mut progress = Progress::begin(&life.generation);
-        let binary = self.context.qemu.binary.clone();
-        let ended = self.replace_qemu(life, request, &mut progress);
+    fn launch_successor(&mut self, life: &Life, request: &RejuvenateRequest) -> Result<LaunchJob<Started>, Failure> {
+        self.disks.allow_successor(life.generation.identity().pid)?;
+        self.context.journal.generation += 1;
+        let (number, disks) = (self.context.journal.generation, &self.disks.servers);
+        let wires = life.generation.wires().map_err(|why| Failure::Wires(why.to_owned()))?;
+        let plan = Plan::successor(&self.context, disks, &life.incarnation, number, &life.generation, wires)?;
+        let (config, root) = (self.context.config.clone(), self.context.root.clone());
+        let program = request.qemu.clone().or_else(|| config.qemu.clone());
+        let start = move |reins: &Reins| Started::start(plan, &config, program.as_deref(), &root, reins);
+        let job = LaunchJob::begin(&self.context.config.name, number, self.context.outside.tell.clone(), start);
+        Ok(job.map_err(LaunchError::Thread)?)
+    }
+
+    /// The job that was to start a QEMU has ended.
+    pub(super) fn launched(&mut self, generation: u32) -> Result<(), MachineError> {
+        let launches =
+            |hop: &HopUnderWay| matches!(&hop.stage, Stage::Launch { job, .. } if job.number() == generation);
+        if self.rejuvenation.hop.as_ref().is_some_and(launches) {
+            self.replace_qemu();
+        } else if self.state.launch().is_some_and(|next| next.generation() == generation) {
+            return self.happens(Input::Launched);
+        } else if !self.is_current(generation) {
+            self.context.qemu.given_up.retain(|run| run.number() != generation);
+            self.context.folders.discard_generation(generation);
+        }
+        Ok(())
+    }
+
+    /// The new QEMU waits for the guest, unless it could not be started.
+    fn replace_qemu(&mut self) {
+        let Some(HopUnderWay { mut progress, stage: Stage::Launch { job, ticker } }) = self.rejuvenation.hop.take()
+        else {
+            return;
+        };
+        let number = job.number();
+        let Started { version, began, took, new } = job.end();
+        progress.report.version = version;
+        progress.ended(Phase::Launch, began, took);
+        drill(Phase::Launch.name());
+        let may_go_on = self.may_replace_qemu().map_err(|refusal| Failure::GivenUp(refusal.to_string()));
+        self.with_guest(|machine, life| {
+            let replaced = match may_go_on.and(new) {
+                Ok(new) => machine.move_guest(life, new, ticker, &mut progress),
+                Err(failure) => {
+                    machine.not_launched(life, number);
+                    Err(failure)
+                }
+            };
+            match replaced {
+                Ok(old) => machine.begin_to_retire(old, &life.generation, progress),
+                Err(failure) => machine.not_replaced(life, progress, &failure),
+            }
+        });
+        // Through the channel that it has now.
+        self.thaw();
+        self.watch_ready();
+    }
+
+    /// The guest stays in the QEMU that it has.
+    fn not_launched(&self, life: &Life, number: u32) {
+        self.disks.close_to_others(&life.generation.identity());
+        if number != life.generation.number {
+            self.context.folders.discard_generation(number);
+        }
+    }
+
+    /// Something else comes first: a QEMU that is starting ends, and one that was replaced ends at once. Fine if there is no hop.
+    pub(super) fn give_up_hop(&mut self, why: &str) {
+        let Some(HopUnderWay { mut progress, stage }) = self.rejuvenation.hop.take() else { return };
+        let job = match stage {
+            Stage::Launch { job, .. } => job,
+            Stage::FirstSteps { began, old, new } => {
+                self.retire(&old, &new);
+                return self.replaced(progress, began, *new);
+            }
+            // The guest, to which its ports lead, is about to end.
+            Stage::OldEnds { began, new, .. } => return self.replaced(progress, began, *new),
+        };
+        self.context.qemu.given_up.push(job.give_up());
+        progress.ended(Phase::Launch, progress.began, progress.began.elapsed());
+        match self.state.guest() {
+            Some(life) => self.disks.close_to_others(&life.generation.identity()),
+            None => self.disks.end_handover(),
+        }
+        let guest_lost = self.state.guest().is_none_or(|life| life.generation.process.has_ended());
+        self.failed(progress, &Failure::GivenUp(why.to_owned()), guest_lost);
+    }
+
+    fn not_replaced(&mut self, life: &Life, progress: Progress, failure: &Failure) {
+        let guest_lost = matches!(failure, Failure::Resume(_)) || life.generation.process.has_ended();
+        self.failed(progress, failure, guest_lost);
+    }
+
+    fn failed(&mut self, mut progress: Progress, failure: &Failure, guest_lost: bool) {
+        self.record_phases(&progress);
+        let (phase, why) = (progress.phase.name().to_owned(), crate::chain(failure));
+        progress.report.failure = Some(format!("{phase}: {why}"));
+        self.context.record(EventKind::RejuvenationFailed { phase, why, guest_lost });
+        self.rejuvenation.last = Some(progress.report);
+    }
+
+    /// The hop has ended.
+    fn replaced(&mut self, mut progress: Progress, retired_since: Instant, new: Replaced) {
+        progress.ended(Phase::Retire, retired_since, retired_since.elapsed());
+        drill(Phase::Retire.name());
+        self.record_phases(&progress);
+        let (generation, version) = (new.status.generation, new.status.version.clone());
+        self.record_qemu(new.status);
+        self.context.record(EventKind::Rejuvenated {
+            generation,
+            from_version: progress.report.from_version.clone(),
+            version,
+            pause_ms: progress.report.pause_ms.unwrap_or_default(),
+        });
+        self.rejuvenation.last = Some(progress.report);
+    }
+
+    fn record_phases(&self, progress: &Progress) {
         for phase in &progress.report.phases {
             self.context.record(EventKind::Phase { phase: phase.phase.clone(), duration_ms: phase.duration_ms });
         }
-        match ended {
-            Ok(()) => {
-                self.record_qemu(&life.generation);
-                self.context.record(EventKind::Rejuvenated {
-                    generation: life.generation.number,
-                    from_version: progress.report.from_version.clone(),
-                    version: life.generation.identity().version,
-                    pause_ms: progress.report.pause_ms.unwrap_or_default(),
-                });
-            }
-            Err(failure) => {
-                self.context.qemu.binary = binary;
-                let (phase, why) = (progress.phase.name().to_owned(), crate::chain(&failure));
-                progress.report.failure = Some(format!("{phase}: {why}"));
-                let guest_lost = matches!(failure, Failure::Resume(_)) || life.generation.process.has_ended();
-                self.context.record(EventKind::RejuvenationFailed { phase, why, guest_lost });
-            }
-        }
-        progress.report
     }
 
-    fn replace_qemu(
+    /// The QEMU that had it.
+    fn move_guest(
         &mut self,
         life: &mut Life,
-        request: &RejuvenateRequest,
+        New { binary, generation: new, lock }: New,
+        ticker: Option<Ticker>,
         progress: &mut Progress,
-    ) -> Result<(), Failure> {
-        // The longer it is watched the better.
-        let ticker = (self.context.qemu.accelerator.accelerator == Accelerator::Tcg).then(Ticker::watch);
-        let launched = progress.run(Phase::Launch, |report| {
-            let _lock = HopLock::to_start(&self.context.root);
-            self.launch_successor(life, request, report)
-        });
-        let new = match launched {
-            Ok(new) => new,
-            Err(failure) => {
-                self.disks.close_to_others(&life.generation);
-                if self.context.journal.generation != life.generation.number {
-                    self.context.folders.discard_generation(self.context.journal.generation);
-                }
-                return Err(failure);
-            }
-        };
-        let lock = HopLock::to_stand_still(&self.context.root);
+    ) -> Result<Generation, Failure> {
         let standstill = Standstill::watch(&life.generation.qmp, &self.disks.servers);
         let resumed = match self.hand_over(&life.generation, &new, ticker, progress) {
             Ok((mut handed, committed)) => self
@@ -338,37 +530,11 @@ impl Machine {
             }
         }
         drop(lock);
+        self.context.qemu.binary = Some(binary);
         let mut old = std::mem::replace(&mut life.generation, new);
         life.generation.settle();
         life.generation.inherit(&mut old);
-        progress.run(Phase::Retire, |_| {
-            self.retire(&old, &life.generation);
-            Ok(())
-        })
-    }
-
-    fn launch_successor(
-        &mut self,
-        life: &Life,
-        request: &RejuvenateRequest,
-        report: &mut Rejuvenation,
-    ) -> Result<Generation, Failure> {
-        let path = request.qemu.as_deref().or(self.context.config.qemu.as_deref());
-        let binary = Binary::find(path)?;
-        report.version = Some(binary.version().to_string());
-        must_have_machine_type(&self.context.config, &binary)?;
-        self.context.qemu.binary = Some(binary);
-        self.disks.allow_successor(life.generation.identity().pid)?;
-        self.context.journal.generation += 1;
-        let wires = life.generation.wires().map_err(|why| Failure::Wires(why.to_owned()))?;
-        Ok(Generation::launch_successor(
-            &self.context,
-            &self.disks.servers,
-            &life.incarnation,
-            self.context.journal.generation,
-            &life.generation,
-            wires,
-        )?)
+        Ok(old)
     }
 
     /// All phases before the point of no return.
@@ -421,7 +587,7 @@ impl Machine {
             );
         }
         let last_words = ended.then(|| new.process.last_words()).flatten();
-        self.disks.close_to_others(old);
+        self.disks.close_to_others(&old.identity());
         self.context.outside.console.settle(false);
         // From now on a new keeper must continue the guest on the old QEMU.
         self.context.note_hop(HopNote { successor: new.identity(), committed: false });
@@ -481,7 +647,7 @@ impl Machine {
                 }
                 self.context.outside.console.settle(true);
                 old.process.kill();
-                self.disks.close_to_others(old);
+                self.disks.close_to_others(&old.identity());
                 // The next guest's keeper must look for neither.
                 self.context.journal.hop = None;
                 Err(Failure::Resume(error))
@@ -489,27 +655,55 @@ impl Machine {
         }
     }
 
-    /// The guest is the new one's, whatever happens here. A journal that cannot be written says that as well, by the hop in it.
-    fn retire(&mut self, old: &Generation, new: &Generation) {
-        // The old one still has the ports that lead into the guest: who comes anew waits for its end.
-        if !has_forwards(&self.context.config) {
-            std::thread::sleep(FIRST_STEPS);
-        }
+    /// The guest is the new one's, whatever happens from here on. A journal that cannot be written says that as well, by the hop
+    /// in it.
+    fn begin_to_retire(&mut self, old: Generation, new: &Generation, progress: Progress) {
+        let new = Box::new(Replaced { identity: new.identity(), status: new.status() });
+        let (began, old) = (Instant::now(), Box::new(old));
+        let stage = if has_forwards(&self.context.config) {
+            // The old one still has the ports that lead into the guest: who comes anew waits for its end.
+            self.retire(&old, &new);
+            Stage::OldEnds { began, old, new }
+        } else {
+            Stage::FirstSteps { began, old, new }
+        };
+        self.rejuvenation.hop = Some(HopUnderWay { progress, stage });
+    }
+
+    fn retire(&mut self, old: &Generation, new: &Replaced) {
         old.process.kill();
-        self.disks.close_to_others(new);
-        self.context.journal.qemu = Some(new.identity());
+        self.disks.close_to_others(&new.identity);
+        self.context.journal.qemu = Some(new.identity.clone());
         self.disks.forget_greeting(&mut self.context);
         self.context.note_hop(None);
-        self.pin(new);
-        if has_forwards(&self.context.config) {
-            old.process.ends_within(END_PATIENCE);
-            open_forwards(&self.context, new);
+        self.pin(new.identity.pid);
+    }
+
+    /// The guest has had the time that it was given, or the old QEMU has ended or is not going to.
+    pub(super) fn go_on_to_retire(&mut self) {
+        let Some(HopUnderWay { progress, stage }) = self.rejuvenation.hop.take() else { return };
+        match stage {
+            Stage::Launch { .. } => self.rejuvenation.hop = Some(HopUnderWay { progress, stage }),
+            Stage::FirstSteps { began, old, new } => {
+                self.retire(&old, &new);
+                self.replaced(progress, began, *new);
+            }
+            Stage::OldEnds { began, new, .. } => {
+                if let Some(life) = self.state.guest() {
+                    open_forwards(&self.context, &life.generation);
+                }
+                self.replaced(progress, began, *new);
+            }
         }
     }
 
     /// The QEMU that a rejuvenation replaced, or that was to replace it, has ended.
-    pub(super) fn retired(&self, generation: u32) {
+    pub(super) fn retired(&mut self, generation: u32) {
         self.context.folders.discard_generation(generation);
+        let ends = |hop: &HopUnderWay| matches!(&hop.stage, Stage::OldEnds { old, .. } if old.number == generation);
+        if self.rejuvenation.hop.as_ref().is_some_and(ends) {
+            self.go_on_to_retire();
+        }
     }
 
     /// The QEMU that has the guest according to a dead keeper's journal, and whether a hop was cut off. If there is
@@ -556,10 +750,14 @@ impl Progress {
         self.phase = phase;
         let began = Instant::now();
         let result = work(&mut self.report);
-        let started_ms = began.duration_since(self.began).as_secs_f64() * 1e3;
-        let duration_ms = began.elapsed().as_secs_f64() * 1e3;
-        self.report.phases.push(PhaseTime { phase: phase.name().to_owned(), started_ms, duration_ms });
+        self.ended(phase, began, began.elapsed());
         drill(phase.name());
         result
+    }
+
+    fn ended(&mut self, phase: Phase, began: Instant, took: Duration) {
+        let started_ms = began.duration_since(self.began).as_secs_f64() * 1e3;
+        let duration_ms = took.as_secs_f64() * 1e3;
+        self.report.phases.push(PhaseTime { phase: phase.name().to_owned(), started_ms, duration_ms });
     }
 }

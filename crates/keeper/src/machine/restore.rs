@@ -38,7 +38,8 @@ pub use restoring::Restoring;
 use trace::note_first_touches;
 pub use trace::{Probe, Trace};
 
-use super::generation::{Devices, Generation, LaunchError};
+use super::generation::{Devices, Generation, LaunchError, Plan};
+use super::launch_job::Reins;
 use super::state::Input;
 use super::{Machine, MachineError};
 use crate::drill::drill;
@@ -176,7 +177,7 @@ impl Machine {
         let number = self.next_generation(&incarnation)?;
         let generation = self.launch_and_prefetch(&snapshot, order.mode, &incarnation, number, devices);
         let generation = generation.map_err(&failed)?;
-        self.record_qemu(&generation);
+        self.record_qemu(generation.status());
         drill(Step::Launch.name());
         let let_in = self.let_in(snapshot, order, &incarnation, &generation, began);
         let_in.map_err(|failure| failed(self.with_damage(failure)))?;
@@ -271,8 +272,8 @@ impl Machine {
             let read = || ahead.map_or(Ok(0), |pages| read_ahead(pages, &incarnation.ram, context));
             let reader = builder.spawn_scoped(scope, read);
             let reader = reader.map_err(RestoreFailure::Thread)?;
-            let generation =
-                Generation::launch_restored(&self.context, &self.disks.servers, incarnation, number, devices);
+            let plan = Plan::restored(&self.context, &self.disks.servers, incarnation, number, devices);
+            let generation = plan.and_then(|plan| plan.start(&Reins::default()));
             let read = reader.join().expect("reading pages does not panic");
             let generation = generation?;
             match read {

@@ -26,7 +26,7 @@ impl Machine {
     /// Tries again without an ember if it takes the missing space: an ember may be as large as a guest. Otherwise tries
     /// again later.
     pub(super) fn wait_for_space(&mut self, error: &MachineError) -> Result<(), MachineError> {
-        let mut why = crate::chain(error);
+        let why = crate::chain(error);
         self.discard_unused();
         let folders = &self.context.folders;
         if self.warm_reboot.ember.counts().remaining > 0
@@ -34,12 +34,8 @@ impl Machine {
         {
             self.warm_reboot.ember.extinguish();
             tracing::warn!(why, "the reboot will be cold");
-            self.recovery.turned_cold(why.clone());
-            match self.try_next() {
-                Err(error) if self.may_wait_for_space(&error) => why = crate::chain(&error),
-                tried => return self.or_try_again(tried),
-            }
-            self.discard_unused();
+            self.recovery.turned_cold(why);
+            return self.start_next();
         }
         self.start_failed(START_EVERY, why)
     }

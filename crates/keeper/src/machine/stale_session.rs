@@ -120,8 +120,13 @@ impl Machine {
         };
         let name = first.name().to_owned();
         let is_connected = silent.iter().all(|disk| disk.counters().connected);
+        let hops = self.rejuvenation.hop.is_some();
         let Some(life) = self.state.guest_mut() else { return };
         let number = life.generation.number;
+        if hops {
+            // It is about to be replaced.
+            return self.listen(number, attempt);
+        }
         if !attempt.is_multiple_of(ATTEMPTS_A_TRY) {
             return self.listen(number, attempt + 1);
         }

@@ -20,15 +20,15 @@ pub use step::step;
 
 const WAITS_FOR_DUMPS: &str = "a dump is being written; `hearth stop --force` discards the rest of it";
 
-/// Where the machine stands. `G` is the guest and its QEMU.
+/// Where the machine stands. `G` is the guest and its QEMU, `L` a QEMU that is being started for the next guest.
 #[derive(Default)]
-pub enum State<G> {
+pub enum State<G, L> {
     /// The first guest is starting.
     #[default]
     Starting,
     Running(Running<G>),
     /// A guest has ended; the next one is starting, or waits for its start.
-    Recovering(Recovering),
+    Recovering(Recovering<L>),
     /// The machine stops: it waits for the dumps of its dead guests.
     Dumping {
         told_to_stop: bool,
@@ -64,12 +64,13 @@ pub struct Order {
 }
 
 /// What exists only between two guests.
-#[derive(Default)]
-pub struct Recovering {
+pub struct Recovering<L> {
     /// Given while the machine waits, or the order that ended the dead guest.
     pub order: Option<OrderNote>,
     /// None: the next guest is starting.
     pub back_off: Option<BackOff>,
+    /// The next guest's QEMU, while it is starting.
+    pub launch: Option<L>,
     /// Why the machine waited last.
     pub waited_for: Option<String>,
 }
@@ -84,11 +85,17 @@ pub struct BackOff {
 }
 
 /// What happens to the machine, reduced to what decides.
-pub enum Input<G> {
+pub enum Input<G, L> {
     /// A guest runs: it was started, or taken over.
     Runs {
         guest: G,
     },
+    /// The next guest's QEMU is being started.
+    Launches {
+        launch: L,
+    },
+    /// Its start has ended, one way or the other.
+    Launched,
     /// The next guest cannot be started yet.
     StartFails {
         why: String,
@@ -156,7 +163,7 @@ pub enum Input<G> {
 }
 
 /// What the machine does about it. An action that leads to another input is the last one of its list.
-pub enum Action<G> {
+pub enum Action<G, L> {
     /// The order is refused: the machine's state does not permit it.
     Refuse,
     PressPowerButton,
@@ -196,8 +203,18 @@ pub enum Action<G> {
         began: Instant,
     },
     ForgetBlocks,
-    /// Start the next guest. Then `Runs` or `StartFails`.
+    /// Start the next guest. Then `Launches` or `StartFails`.
     StartNext,
+    /// Let the guest run whose QEMU was started. Then `Runs`, `Launches` for another try, or `StartFails`.
+    LetRun {
+        launch: L,
+    },
+    /// End the QEMU that is being started. `Launched` comes sooner then.
+    EndLaunch,
+    /// Put away what is left of a QEMU that was started, or is being started.
+    GiveUpLaunch {
+        launch: L,
+    },
     /// Then `DumpsOver`, at once if there is none.
     WaitForDumps,
     GiveUpDumps,
@@ -212,7 +229,14 @@ pub enum Action<G> {
     GiveUp,
 }
 
-impl<G> State<G> {
+impl<L> Recovering<L> {
+    /// After a guest that this order ended, if there was one.
+    fn after(order: Option<OrderNote>) -> Self {
+        Self { order, back_off: None, launch: None, waited_for: None }
+    }
+}
+
+impl<G, L> State<G, L> {
     /// The state as the API and the events show it.
     pub fn shown(&self) -> MachineState {
         match self {
@@ -271,10 +295,20 @@ impl<G> State<G> {
         }
     }
 
-    pub fn into_guest(self) -> Option<G> {
+    /// What of it outlasts the state.
+    pub fn into_parts(self) -> (Option<G>, Option<L>) {
         match self {
-            Self::Running(running) => Some(running.guest),
-            Self::Failed { guest } => guest,
+            Self::Running(running) => (Some(running.guest), None),
+            Self::Failed { guest } => (guest, None),
+            Self::Recovering(recovering) => (None, recovering.launch),
+            _ => (None, None),
+        }
+    }
+
+    /// The QEMU that is being started for the next guest.
+    pub fn launch(&self) -> Option<&L> {
+        match self {
+            Self::Recovering(recovering) => recovering.launch.as_ref(),
             _ => None,
         }
     }

@@ -44,6 +44,7 @@ impl Machine {
             ledger_pages: life.map_or(0, |life| life.incarnation.ledger_pages()),
             ember: self.ember_status(),
             parking_since: self.rejuvenation.parking.as_ref().map(|parking| parking.since.clone()),
+            rejuvenating_since: self.rejuvenation.hops_since(),
             last_rejuvenation: self.rejuvenation.last.clone(),
             unparked: self.rejuvenation.unparked.clone(),
             restore: self.memory.restore_status(),

@@ -40,6 +40,7 @@ impl Machine {
             let why = format!("cannot save: the machine is {state}, or is stopping or rebooting");
             return refuse(&why, "only a running guest can be saved");
         }
+        self.rejuvenation.must_not_hop("save")?;
         self.must_run("save")?;
         if !self.memory.is_granted() {
             let why = "cannot save: the guest's memory is still being granted step by step";

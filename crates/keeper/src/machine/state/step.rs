@@ -9,25 +9,30 @@ use super::super::{DRAIN_PATIENCE, SHUTDOWN_PATIENCE};
 use super::{Action, BackOff, Input, Order, Pause, Recovering, Running, State};
 use crate::config::OnPanic;
 
-type Next<G> = (State<G>, Vec<Action<G>>);
+type Next<G, L> = (State<G, L>, Vec<Action<G, L>>);
 
 /// The machine's transitions: the only ones there are.
-pub fn step<G>(state: State<G>, input: Input<G>) -> Next<G> {
+pub fn step<G, L>(state: State<G, L>, input: Input<G, L>) -> Next<G, L> {
     match (state, input) {
-        (state, Input::Fails) => (State::Failed { guest: state.into_guest() }, vec![Action::GiveUp]),
-        (State::Starting | State::Recovering(_), Input::Runs { guest }) => {
+        (state, Input::Fails) => {
+            let (guest, launch) = state.into_parts();
+            let give_up_launch = launch.map(|launch| Action::GiveUpLaunch { launch });
+            (State::Failed { guest }, give_up_launch.into_iter().chain([Action::GiveUp]).collect())
+        }
+        (State::Starting | State::Recovering(Recovering { launch: None, .. }), Input::Runs { guest }) => {
             (State::Running(Running { guest, cause: None, pause: None, order: None }), vec![])
         }
         (State::Running(running), input) => running.step(input),
         (State::Recovering(recovering), input) => recovering.step(input),
-        (State::Dumping { told_to_stop }, input) => step_dumping(told_to_stop, &input),
+        (State::Dumping { told_to_stop }, input) => step_dumping(told_to_stop, input),
+        (state, Input::Launches { launch }) => (state, vec![Action::GiveUpLaunch { launch }]),
         (state, Input::Reboot { .. } | Input::Stop { .. } | Input::Terminate { .. }) => (state, vec![Action::Refuse]),
         (state, _) => (state, vec![]),
     }
 }
 
 impl<G> Running<G> {
-    fn step(mut self, input: Input<G>) -> Next<G> {
+    fn step<L>(mut self, input: Input<G, L>) -> Next<G, L> {
         let mut actions = Vec::new();
         match input {
             Input::Reboot { .. } if self.shown() == MachineState::Stopping => actions.push(Action::Refuse),
@@ -56,14 +61,15 @@ impl<G> Running<G> {
             Input::Parked { event } => {
                 return (State::Stopped, vec![Action::LeaveParked { guest: self.guest, event }]);
             }
-            Input::Runs { .. } | Input::StartFails { .. } | Input::Buried { .. } => {}
+            Input::Launches { launch } => actions.push(Action::GiveUpLaunch { launch }),
+            Input::Runs { .. } | Input::Launched | Input::StartFails { .. } | Input::Buried { .. } => {}
             Input::DumpsOver | Input::Fails => {}
         }
         (State::Running(self), actions)
     }
 
     /// An order is carried out by the guest, or at once where that is wanted or the guest is paused.
-    fn obey(&mut self, note: OrderNote, force: bool, now: Instant) -> Vec<Action<G>> {
+    fn obey<L>(&mut self, note: OrderNote, force: bool, now: Instant) -> Vec<Action<G, L>> {
         let at_once = force || self.pause.is_some();
         self.set_order(note, if at_once { now } else { now + SHUTDOWN_PATIENCE }, !at_once);
         let note = Action::NoteOrder(note);
@@ -78,12 +84,12 @@ impl<G> Running<G> {
         }
     }
 
-    fn kill(&mut self, cause: EndCause) -> Action<G> {
+    fn kill<L>(&mut self, cause: EndCause) -> Action<G, L> {
         self.cause.get_or_insert(cause);
         Action::KillQemu
     }
 
-    fn crash(&mut self, cause: EndCause, on_panic: OnPanic) -> Vec<Action<G>> {
+    fn crash<L>(&mut self, cause: EndCause, on_panic: OnPanic) -> Vec<Action<G, L>> {
         let mut actions = match on_panic {
             OnPanic::DumpAndRecover => return vec![Action::Harvest, self.kill(cause)],
             OnPanic::Recover => return vec![self.kill(cause)],
@@ -101,7 +107,7 @@ impl<G> Running<G> {
     }
 
     /// The guest did not go by itself, or need not be asked.
-    fn cut_power(&mut self, now: Instant) -> Vec<Action<G>> {
+    fn cut_power<L>(&mut self, now: Instant) -> Vec<Action<G, L>> {
         let Some(order) = self.order.as_mut().filter(|order| order.power_off_at <= now) else { return vec![] };
         let (cause, asked) = (order.cause(), std::mem::take(&mut order.asked));
         // The process takes a moment to end: check again later.
@@ -110,7 +116,7 @@ impl<G> Running<G> {
         if asked { vec![Action::TellPowerCut, kill] } else { vec![kill] }
     }
 
-    fn end(self, how: String, rehearses: bool) -> Next<G> {
+    fn end<L>(self, how: String, rehearses: bool) -> Next<G, L> {
         let (guest, cause) = (self.guest, self.cause.unwrap_or(EndCause::QemuDied));
         let order = self.order.map(|order| order.note);
         let told_to_stop = order == Some(OrderNote::Stop);
@@ -120,8 +126,7 @@ impl<G> Running<G> {
             return (State::Dumping { told_to_stop }, actions);
         }
         let cold = order == Some(OrderNote::Reboot { cold: true });
-        let recovering = Recovering { order, ..Recovering::default() };
-        (State::Recovering(recovering), vec![Action::Bury { guest, how, cause, cold }])
+        (State::Recovering(Recovering::after(order)), vec![Action::Bury { guest, how, cause, cold }])
     }
 }
 
@@ -134,12 +139,20 @@ impl Order {
     }
 }
 
-impl Recovering {
-    fn step<G>(mut self, input: Input<G>) -> Next<G> {
+impl<L> Recovering<L> {
+    fn step<G>(mut self, input: Input<G, L>) -> Next<G, L> {
+        if let Some(launch) = self.launch.take() {
+            return self.step_launching(launch, input);
+        }
         let actions = match input {
             Input::Reboot { cold, now, .. } => self.obey(OrderNote::Reboot { cold }, now),
             Input::Stop { now, .. } | Input::Terminate { now } => self.obey(OrderNote::Stop, now),
             Input::Buried { back_off } if self.back_off.is_none() => self.follow(back_off),
+            Input::Launches { launch } if self.back_off.is_none() => {
+                self.launch = Some(launch);
+                vec![]
+            }
+            Input::Launches { launch } => vec![Action::GiveUpLaunch { launch }],
             Input::StartFails { why, back_off } if self.back_off.is_none() => {
                 let tell = self.waited_for.as_ref() != Some(&back_off.why);
                 let next_start = back_off.next_start.clone();
@@ -152,8 +165,30 @@ impl Recovering {
         (State::Recovering(self), actions)
     }
 
+    /// The next guest's QEMU is starting. It soon runs and can be rebooted; but it need not run to be stopped.
+    fn step_launching<G>(mut self, launch: L, input: Input<G, L>) -> Next<G, L> {
+        let is_told_to_stop = self.order == Some(OrderNote::Stop);
+        let mut actions = Vec::new();
+        match input {
+            Input::Launched if is_told_to_stop => {
+                let actions = vec![Action::GiveUpLaunch { launch }, Action::WaitForDumps];
+                return (State::Dumping { told_to_stop: true }, actions);
+            }
+            Input::Launched => return (State::Recovering(self), vec![Action::LetRun { launch }]),
+            Input::Stop { .. } | Input::Terminate { .. } => {
+                self.order = Some(OrderNote::Stop);
+                actions.push(Action::EndLaunch);
+            }
+            Input::Reboot { .. } => actions.push(Action::Refuse),
+            Input::Launches { launch } => actions.push(Action::GiveUpLaunch { launch }),
+            _ => {}
+        }
+        self.launch = Some(launch);
+        (State::Recovering(self), actions)
+    }
+
     /// An order ends the wait.
-    fn obey<G>(&mut self, order: OrderNote, now: Instant) -> Vec<Action<G>> {
+    fn obey<G>(&mut self, order: OrderNote, now: Instant) -> Vec<Action<G, L>> {
         let Some(back_off) = &mut self.back_off else { return vec![Action::Refuse] };
         back_off.until = now;
         self.order = Some(order);
@@ -161,7 +196,7 @@ impl Recovering {
     }
 
     /// A guest that the operator asked for starts at once.
-    fn follow<G>(&mut self, back_off: Option<BackOff>) -> Vec<Action<G>> {
+    fn follow<G>(&mut self, back_off: Option<BackOff>) -> Vec<Action<G, L>> {
         let Some(back_off) = back_off.filter(|_| self.order.is_none()) else {
             self.order = None;
             return vec![Action::StartNext];
@@ -176,7 +211,7 @@ impl Recovering {
         self.back_off = Some(back_off);
     }
 
-    fn end_back_off<G>(mut self, now: Instant) -> Next<G> {
+    fn end_back_off<G>(mut self, now: Instant) -> Next<G, L> {
         let Some(BackOff { began, .. }) = self.back_off.take_if(|back_off| back_off.until <= now) else {
             return (State::Recovering(self), vec![]);
         };
@@ -194,12 +229,13 @@ impl Recovering {
     }
 }
 
-fn step_dumping<G>(told_to_stop: bool, input: &Input<G>) -> Next<G> {
+fn step_dumping<G, L>(told_to_stop: bool, input: Input<G, L>) -> Next<G, L> {
     let force = match input {
-        Input::Stop { force, .. } => *force,
+        Input::Stop { force, .. } => force,
         Input::Terminate { .. } => told_to_stop,
         Input::DumpsOver => return (State::Stopped, vec![Action::CleanUp]),
         Input::Reboot { .. } => return (State::Dumping { told_to_stop }, vec![Action::Refuse]),
+        Input::Launches { launch } => return (State::Dumping { told_to_stop }, vec![Action::GiveUpLaunch { launch }]),
         _ => return (State::Dumping { told_to_stop }, vec![]),
     };
     match force {

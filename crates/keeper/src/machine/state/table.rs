@@ -13,10 +13,14 @@ use super::{Action, BackOff, Input, Order, Pause, Recovering, Running, State, st
 use crate::config::OnPanic;
 
 const TABLE: &str = "
-    starting, recovering, rebooted, retrying | runs                                                   | running
-    starting, stopped, failed                | orders                                                 | same; refuse
-    starting, stopped, failed                | guest's, recovery's, dumps over, too early, time is up | same
-    stopped, failed                          | runs                                                   | same
+    starting, recovering, rebooted, retrying | runs                                                             | running
+    starting, stopped, failed                | orders                                                           | same; refuse
+    starting, stopped, failed                | guest's, recovery's, launched, dumps over, too early, time is up | same
+    starting, stopped, failed                | launches                                                         | same; give up launch
+    stopped, failed                          | runs                                                             | same
+
+    running, ending, paused, rebooting, stopping | launched | same
+    running, ending, paused, rebooting, stopping | launches | same; give up launch
 
     running, ending, paused | runs, recovery's, dumps over, too early, time is up | same
 
@@ -119,6 +123,9 @@ const TABLE: &str = "
 
     recovering, rebooted, retrying | orders                                     | same; refuse
     recovering, rebooted, retrying | guest's, dumps over, too early, time is up | same
+    recovering, rebooted, retrying | launched                                   | same
+    recovering, retrying           | launches                                   | recovering, launching
+    rebooted                       | launches                                   | recovering, reboot, launching
     recovering                     | buried                                     | recovering; start next
     recovering                     | buried in a loop                           | recovering, until 10 s; tell crash loop
     rebooted                       | buried, buried in a loop                   | recovering; start next
@@ -128,6 +135,15 @@ const TABLE: &str = "
     retrying                       | start fails                                | recovering, until 10 s; wait to start
     rebooted                       | start fails                                | recovering, reboot, until 10 s; wait to start, told
 
+    launching, told to end early | runs, guest's, recovery's, dumps over, too early, time is up | same
+    launching, told to end early | reboot, cold reboot, forced reboot                           | same; refuse
+    launching, told to end early | stop, forced stop, signal                                    | recovering, stop, launching; end launch
+    launching, told to end early | launches                                                     | same; give up launch
+    launching                    | launched                                                     | recovering; let run
+    told to end early            | launched                                                     | dumping, told to stop; give up launch, wait for dumps
+
+    waiting, told to start, told to start cold, told to end | launches                        | same; give up launch
+    waiting, told to start, told to start cold, told to end | launched                        | same
     waiting, told to start, told to start cold, told to end | runs                            | running
     waiting, told to start, told to start cold, told to end | guest's, recovery's, dumps over | same
     waiting, told to start, told to start cold, told to end | reboot, forced reboot           | recovering, reboot, until 0 s
@@ -139,7 +155,8 @@ const TABLE: &str = "
     told to start cold                                      | too early, time is up           | recovering; end back-off, forget blocks, start next
     told to end                                             | too early, time is up           | dumping, told to stop; end back-off, wait for dumps
 
-    dumping, dumping to stop | runs, guest's, recovery's, too early, time is up | same
+    dumping, dumping to stop | runs, guest's, recovery's, launched, too early, time is up | same
+    dumping, dumping to stop | launches                                         | same; give up launch
     dumping, dumping to stop | reboot, cold reboot, forced reboot               | same; refuse
     dumping, dumping to stop | stop                                             | dumping, told to stop; note stop
     dumping, dumping to stop | forced stop                                      | same; give up dumps
@@ -148,6 +165,7 @@ const TABLE: &str = "
     dumping, dumping to stop | dumps over                                       | stopped; clean up
 
     starting, recovering, rebooted, retrying, waiting, told to start, told to start cold, told to end | fails | failed; give up
+    launching, told to end early                                                                      | fails | failed; give up launch, give up
     dumping, dumping to stop, stopped                                                                 | fails | failed; give up
     running, ending, paused, rebooting, stopping                                                      | fails | failed with its guest; give up
     failed                                                                                            | fails | same; give up
@@ -166,14 +184,18 @@ const GROUPS: [(&str, &str); 3] = [
 
 /// Stands for the guest and its QEMU.
 type Guest = ();
+/// Stands for a QEMU that is being started.
+type Launch = ();
 
 /// All states, each with a name for the table. Orders in them are due at 30 s, waits end at 10 s.
-fn states(start: Instant) -> Vec<(&'static str, State<Guest>)> {
+fn states(start: Instant) -> Vec<(&'static str, State<Guest, Launch>)> {
     const REBOOT: OrderNote = OrderNote::Reboot { cold: false };
     let order = |note| Some(Order { note, power_off_at: start + Duration::from_secs(30), asked: true });
     let running = |order, cause| State::Running(Running { guest: (), cause, pause: None, order });
     let pause = Some(Pause { why: None });
-    let recovering = |order, back_off, waited_for| State::Recovering(Recovering { order, back_off, waited_for });
+    let recovering =
+        |order, back_off, waited_for| State::Recovering(Recovering { order, back_off, launch: None, waited_for });
+    let launching = |order| State::Recovering(Recovering { order, back_off: None, launch: Some(()), waited_for: None });
     let waiting = |order, seconds| recovering(order, Some(back_off(start, seconds)), Some(WHY.to_owned()));
     vec![
         ("starting", State::Starting),
@@ -185,6 +207,8 @@ fn states(start: Instant) -> Vec<(&'static str, State<Guest>)> {
         ("recovering", recovering(None, None, None)),
         ("rebooted", recovering(Some(REBOOT), None, None)),
         ("retrying", recovering(None, None, Some(WHY.to_owned()))),
+        ("launching", launching(None)),
+        ("told to end early", launching(Some(OrderNote::Stop))),
         ("waiting", waiting(None, 10)),
         ("told to start", waiting(Some(REBOOT), 0)),
         ("told to start cold", waiting(Some(OrderNote::Reboot { cold: true }), 0)),
@@ -204,13 +228,15 @@ fn back_off(start: Instant, seconds: u64) -> BackOff {
 }
 
 /// All inputs, each with a name for the table.
-fn inputs(now: Instant) -> Vec<(&'static str, Input<Guest>)> {
+fn inputs(now: Instant) -> Vec<(&'static str, Input<Guest, Launch>)> {
     let crashes = |on_panic| Input::Crashes { cause: EndCause::Panic, on_panic };
     let found = |order| Input::OrderFound { order, now };
     let reboot = |cold, force| Input::Reboot { cold, force, now };
     let ended = |rehearses| Input::Ended { how: "exit status 0".to_owned(), rehearses };
     vec![
         ("runs", Input::Runs { guest: () }),
+        ("launches", Input::Launches { launch: () }),
+        ("launched", Input::Launched),
         ("start fails", Input::StartFails { why: "no memory".to_owned(), back_off: back_off(now, 10) }),
         ("reboot", reboot(false, false)),
         ("cold reboot", reboot(true, false)),
@@ -243,7 +269,7 @@ fn inputs(now: Instant) -> Vec<(&'static str, Input<Guest>)> {
 }
 
 /// A state as the table describes it.
-fn describe(state: &State<Guest>, start: Instant) -> String {
+fn describe(state: &State<Guest, Launch>, start: Instant) -> String {
     let seconds = |at: Instant| (at - start).as_secs();
     let mut words = Vec::new();
     match state {
@@ -256,9 +282,10 @@ fn describe(state: &State<Guest>, start: Instant) -> String {
             }));
             words.extend(cause.map(|cause| cause.words().to_owned()));
         }
-        State::Recovering(Recovering { order, back_off, .. }) => {
+        State::Recovering(Recovering { order, back_off, launch, .. }) => {
             words.push("recovering".to_owned());
             words.extend(order.map(|note| word(note).to_owned()));
+            words.extend(launch.map(|()| "launching".to_owned()));
             words.extend(back_off.as_ref().map(|back_off| format!("until {} s", seconds(back_off.until))));
         }
         State::Dumping { told_to_stop } => {
@@ -281,7 +308,7 @@ fn word(note: OrderNote) -> &'static str {
     }
 }
 
-fn name(action: &Action<Guest>) -> String {
+fn name(action: &Action<Guest, Launch>) -> String {
     match action {
         Action::Refuse => "refuse".to_owned(),
         Action::PressPowerButton => "press power button".to_owned(),
@@ -300,6 +327,9 @@ fn name(action: &Action<Guest>) -> String {
         Action::EndBackOff { .. } => "end back-off".to_owned(),
         Action::ForgetBlocks => "forget blocks".to_owned(),
         Action::StartNext => "start next".to_owned(),
+        Action::LetRun { .. } => "let run".to_owned(),
+        Action::EndLaunch => "end launch".to_owned(),
+        Action::GiveUpLaunch { .. } => "give up launch".to_owned(),
         Action::WaitForDumps => "wait for dumps".to_owned(),
         Action::GiveUpDumps => "give up dumps".to_owned(),
         Action::CleanUp => "clean up".to_owned(),
@@ -309,7 +339,7 @@ fn name(action: &Action<Guest>) -> String {
 }
 
 /// What follows from a state and an input, as the table says it.
-fn follows(state: State<Guest>, input: Input<Guest>, start: Instant) -> String {
+fn follows(state: State<Guest, Launch>, input: Input<Guest, Launch>, start: Instant) -> String {
     let (state, actions) = step(state, input);
     let actions: Vec<_> = actions.iter().map(name).collect();
     let state = describe(&state, start);
@@ -368,8 +398,8 @@ fn api_shows_one_word_for_each_state() {
         ("starting", "starting"),
         ("running", "running, ending, rebooting"),
         ("paused", "paused"),
-        ("recovering", "recovering, rebooted, retrying, waiting, told to start, told to start cold"),
-        ("stopping", "stopping, told to end, dumping, dumping to stop"),
+        ("recovering", "recovering, rebooted, retrying, launching, waiting, told to start, told to start cold"),
+        ("stopping", "stopping, told to end early, told to end, dumping, dumping to stop"),
         ("stopped", "stopped"),
         ("failed", "failed"),
     ];
@@ -386,11 +416,17 @@ fn orders_lead_to_nothing_that_can_fail() {
     for number in 0..states(start).len() {
         for (input_name, input) in inputs(start).into_iter().filter(|(name, _)| certain.contains(name)) {
             let (state_name, state) = states(start).swap_remove(number);
-            let can_fail = |action: &Action<Guest>| {
-                use Action::{Bury, BuryLast, CleanUp, LeaveParked, StartNext, WaitForDumps};
+            let can_fail = |action: &Action<Guest, Launch>| {
+                use Action::{Bury, BuryLast, CleanUp, LeaveParked, LetRun, StartNext, WaitForDumps};
                 matches!(
                     action,
-                    Bury { .. } | BuryLast { .. } | CleanUp | LeaveParked { .. } | StartNext | WaitForDumps
+                    Bury { .. }
+                        | BuryLast { .. }
+                        | CleanUp
+                        | LeaveParked { .. }
+                        | LetRun { .. }
+                        | StartNext
+                        | WaitForDumps
                 )
             };
             assert!(!step(state, input).1.iter().any(can_fail), "{state_name} | {input_name}");
