@@ -14,6 +14,7 @@ mod tidy;
 mod vmcore;
 
 use std::error::Error;
+use std::ffi::OsString;
 use std::process::{Command, ExitCode};
 
 use clap::{Parser, Subcommand};
@@ -260,10 +261,15 @@ fn release_bench(arguments: &[&str]) -> Command {
 fn cargo() -> Command {
     let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
     command.current_dir(paths::root());
-    for (name, _) in std::env::vars_os().filter(|(name, _)| describes_a_package(&name.to_string_lossy())) {
+    hide_package(&mut command, std::env::vars_os().map(|(name, _)| name));
+    command
+}
+
+/// `variables`: names of those that are set.
+fn hide_package(command: &mut Command, variables: impl Iterator<Item = OsString>) {
+    for name in variables.filter(|name| describes_a_package(&name.to_string_lossy())) {
         command.env_remove(name);
     }
-    command
 }
 
 fn describes_a_package(variable: &str) -> bool {
@@ -274,13 +280,14 @@ fn describes_a_package(variable: &str) -> bool {
 mod tests {
     use super::*;
 
-    /// Cargo describes this package to its tests, too.
     #[test]
     fn inner_cargo_sees_no_package() {
-        let (pkg, manifest) = ("CARGO_PKG_NAME", "CARGO_MANIFEST_DIR");
-        assert!([pkg, manifest].iter().all(|name| std::env::var_os(name).is_some()));
-        let removed: Vec<_> = cargo().get_envs().map(|(name, value)| (name.to_owned(), value.is_none())).collect();
-        assert!([pkg, manifest].iter().all(|name| removed.contains(&(name.into(), true))), "{removed:?}");
-        assert!(!describes_a_package("CARGO_TARGET_DIR") && !describes_a_package("CARGO_INCREMENTAL"));
+        let of_a_package = ["CARGO_PKG_NAME", "CARGO_MANIFEST_DIR", "CARGO_BIN_NAME"];
+        let others = ["CARGO_TARGET_DIR", "CARGO_INCREMENTAL", "PATH"];
+        let mut command = Command::new("cargo");
+        hide_package(&mut command, of_a_package.into_iter().chain(others).map(OsString::from));
+        let removed: Vec<_> = command.get_envs().filter(|(_, value)| value.is_none()).map(|(name, _)| name).collect();
+        assert_eq!(removed.len(), of_a_package.len(), "{removed:?}");
+        assert!(of_a_package.iter().all(|name| removed.contains(&std::ffi::OsStr::new(name))), "{removed:?}");
     }
 }
