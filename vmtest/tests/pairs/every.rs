@@ -388,7 +388,12 @@ impl Stage {
         if keeper.ended().is_some() && !has_another {
             let name = keeper.name;
             keeper = self.begin_next_keeper(name);
-            let again = keeper.settled(REST).map_err(|why| format!("the next keeper: {why}"))?;
+            let mut again = keeper.settled(REST).map_err(|why| format!("the next keeper: {why}"))?;
+            if again.is_none() && keeper.ended().is_some_and(|how| how.success()) {
+                // It has carried out a stop that the dead keeper had accepted.
+                keeper = self.begin_next_keeper(name);
+                again = keeper.settled(REST).map_err(|why| format!("the keeper after a stop: {why}"))?;
+            }
             if again.is_none() && self.is_made(name) {
                 return Err(format!("the next keeper ended: {:?}", keeper.ended()));
             }
