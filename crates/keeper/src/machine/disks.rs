@@ -68,13 +68,23 @@ impl DiskFlush {
     }
 }
 
-/// How often QEMU has connected to each disk. None if it is not connected to one of them.
-pub fn connections(disks: &[Observer]) -> Option<Vec<u64>> {
-    let look = |disk: &Observer| {
-        let counters = disk.counters();
-        counters.connected.then_some(counters.connections)
-    };
-    disks.iter().map(look).collect()
+/// How often QEMU has connected to each disk. None: it was not connected to one of them.
+#[derive(PartialEq, Eq)]
+pub struct Connections(Option<Vec<u64>>);
+
+impl Connections {
+    pub fn now(disks: &[Observer]) -> Self {
+        let look = |disk: &Observer| {
+            let counters = disk.counters();
+            counters.connected.then_some(counters.connections)
+        };
+        Self(disks.iter().map(look).collect())
+    }
+
+    /// Whether no disk has lost its connection. Then the requests in flight were answered before the guest stood still.
+    pub fn have_lasted(&self, disks: &[Observer]) -> bool {
+        self.0.is_some() && *self == Self::now(disks)
+    }
 }
 
 /// Disks whose write cache the guest has switched off.

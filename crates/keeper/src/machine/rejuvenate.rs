@@ -501,7 +501,7 @@ impl Machine {
         }
     }
 
-    /// The QEMU that had it.
+    /// Moves the guest to the new QEMU. Returns the QEMU that had it.
     fn move_guest(
         &mut self,
         life: &mut Life,
@@ -726,9 +726,7 @@ impl Machine {
     pub(super) fn finish_hop(&self, generation: &mut Generation) {
         generation.set_deaf();
         self.disks.wake(&self.context, generation);
-        if has_forwards(&self.context.config) {
-            open_forwards(&self.context, generation);
-        }
+        open_forwards(&self.context, generation);
     }
 }
 

@@ -21,7 +21,7 @@ use hearth_recovery::rejuvenation::parked::{self, ChunkSums, NvramNote, ParkPhas
 use hearth_recovery::snapshot::Part;
 use hearth_recovery::snapshot::state::{self, StateError};
 
-use super::super::disks::{DiskFlush, FlushError, connections, write_through};
+use super::super::disks::{Connections, DiskFlush, FlushError, write_through};
 use super::STATE_PATIENCE;
 use crate::drill::drill;
 use crate::event::ParkMessage;
@@ -121,7 +121,7 @@ impl Task {
 
     /// The guest stands still afterwards, or may.
     fn note_guest(&self, progress: &mut Progress<'_>) -> Result<u64, Failure> {
-        let connected = connections(self.disks.disks());
+        let connected = Connections::now(self.disks.disks());
         let stopped_at = progress.run(ParkPhase::Hold, || {
             state::prepare(&self.qmp, STATE_PATIENCE)?;
             self.qmp.pause().map_err(Failure::Hold)?;
@@ -129,8 +129,7 @@ impl Task {
         })?;
         let state = progress.run(ParkPhase::State, || {
             let state = state::take(&self.qmp, STATE_PATIENCE)?;
-            // Requests in flight are answered before a guest stands still, unless a connection was lost.
-            if connected.is_none() || connected != connections(self.disks.disks()) {
+            if !connected.have_lasted(self.disks.disks()) {
                 return Err(Failure::Disk);
             }
             Ok(parked::write_state(&self.folder, &state)?)

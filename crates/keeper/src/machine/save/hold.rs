@@ -12,7 +12,7 @@ use hearth_recovery::journal::QemuIdentity;
 use hearth_recovery::snapshot::{DiskPart, Manifest, Part, RamPart, SNAPSHOT_VERSION, share_image, state};
 
 use super::super::Context;
-use super::super::disks::{Disks, connections, write_through};
+use super::super::disks::{Connections, Disks, write_through};
 use super::super::generation::Generation;
 use super::task::{CopyWay, Cue, ImageCopy, Moment};
 use super::{STATE_PATIENCE, Saving, Target, Tell};
@@ -77,7 +77,7 @@ impl Hold {
     /// The guest stands still afterwards, or may. The error is for the operator.
     pub fn take_moment(self, qmp: &Qmp, tell: &Tell) -> Result<(), String> {
         let failed = |error: &dyn std::error::Error| crate::chain(error);
-        let connected = connections(&self.disks);
+        let connected = Connections::now(&self.disks);
         state::prepare(qmp, STATE_PATIENCE).map_err(|error| failed(&error))?;
         if self.cues.are_closed() {
             return Ok(());
@@ -89,8 +89,7 @@ impl Hold {
             return Ok(());
         }
         let state = state::take(qmp, STATE_PATIENCE).map_err(|error| failed(&error))?;
-        // Requests in flight are answered before a guest stands still, unless a connection was lost.
-        if connected.is_none() || connected != connections(&self.disks) {
+        if !connected.have_lasted(&self.disks) {
             return Err("a disk lost its connection to QEMU meanwhile; try again".to_owned());
         }
         let cues = self.cues.clone();
