@@ -12,18 +12,17 @@ const AT_ONCE: Duration = Duration::from_secs(3);
 /// More than a park has QMP commands.
 const STEPS_MAX: usize = 40;
 
-fn running(bed: &Bed) -> Keeper<'_> {
-    let mut keeper = bed.keeper(NAMES[0], &["run", "machine.toml"]);
-    keeper.settled(Duration::ZERO).expect("it comes to rest").expect("it starts");
-    keeper
-}
-
 fn status(keeper: &Keeper<'_>) -> Value {
     let asked = Instant::now();
-    let (number, status) = keeper.api().ask("GET", "/v1/status", "").expect("the keeper lives");
-    assert_eq!(number, 200, "{status}");
+    let status = keeper.status();
     assert!(asked.elapsed() < AT_ONCE, "an answer after {:?}", asked.elapsed());
     status
+}
+
+#[track_caller]
+fn must_not_have_stalled(status: &Value, step: usize) {
+    let stall_ms = status["keeper"]["loop_stall_ms_max"].as_f64();
+    assert!(stall_ms.is_some_and(|stall_ms| stall_ms < AT_ONCE.as_secs_f64() * 1e3), "step {step}: {stall_ms:?}");
 }
 
 fn post(keeper: &Keeper<'_>, path: &str, body: &str) -> (u16, Value) {
@@ -63,7 +62,7 @@ fn must_end(bed: &Bed, keeper: &mut Keeper<'_>) {
 fn keeper_answers_at_each_step_of_a_park() {
     let bed = Bed::make();
     for step in 1..STEPS_MAX {
-        let mut keeper = running(&bed);
+        let mut keeper = bed.running();
         if !parks_until(&bed, &keeper, step) {
             assert!(step > 4, "a park has more commands than that");
             assert!(wait(patience(1), || keeper.ended().is_some()) && is_parked(&bed), "it is parked");
@@ -71,8 +70,7 @@ fn keeper_answers_at_each_step_of_a_park() {
         }
         let status = status(&keeper);
         assert!(status["parking_since"].is_string() && status["state"] == "running", "step {step}: {status}");
-        let stall_ms = status["keeper"]["loop_stall_ms_max"].as_f64().unwrap();
-        assert!(stall_ms < AT_ONCE.as_secs_f64() * 1e3, "step {step}: {stall_ms}");
+        must_not_have_stalled(&status, step);
         for (path, body) in [("/v1/rejuvenate", "{}"), ("/v1/dump", "{}"), ("/v1/park", "{}"), ("/v1/crash", "{}")] {
             let (number, answer) = post(&keeper, path, body);
             let why = answer["message"].as_str().unwrap_or_default();
@@ -94,7 +92,7 @@ fn keeper_answers_at_each_step_of_a_park() {
 #[test]
 fn park_that_is_called_off_lets_its_guest_shut_down() {
     let bed = Bed::make();
-    let mut keeper = running(&bed);
+    let mut keeper = bed.running();
     assert!(parks_until(&bed, &keeper, 4));
     assert_eq!(post(&keeper, "/v1/stop", "{}").0, 200);
     assert_eq!(status(&keeper)["state"], "stopping");
@@ -107,7 +105,7 @@ fn park_that_is_called_off_lets_its_guest_shut_down() {
 #[test]
 fn guest_that_crashes_during_a_park_recovers() {
     let bed = Bed::make();
-    let mut keeper = running(&bed);
+    let mut keeper = bed.running();
     assert!(parks_until(&bed, &keeper, 1));
     bed.hand.guests("panic");
     // The keeper has heard of it.
@@ -127,7 +125,7 @@ fn keeper_answers_at_each_step_of_a_save_and_a_paused_dump() {
     let save = ("/v1/save", &folder as &dyn Fn(usize) -> String);
     let dump = ("/v1/dump", &(|_| r#"{"pause": true}"#.to_owned()) as &dyn Fn(usize) -> String);
     for (path, body) in [save, dump] {
-        let mut keeper = running(&bed);
+        let mut keeper = bed.running();
         bed.hand.arm(None);
         assert_eq!(post(&keeper, path, &body(0)).0, 200);
         keeper.settled(Duration::from_millis(50)).expect("it comes to rest").expect("it goes on");
@@ -139,16 +137,12 @@ fn keeper_answers_at_each_step_of_a_save_and_a_paused_dump() {
             // A dump is answered when it begins.
             let asker = std::thread::spawn(move || api.ask("POST", path, &body));
             assert!(wait(patience(1), || bed.hand.held().is_some()), "{path}: no step {step}");
-            let stall_ms = status(&keeper)["keeper"]["loop_stall_ms_max"].as_f64();
-            assert!(
-                stall_ms.is_some_and(|stall_ms| stall_ms < AT_ONCE.as_secs_f64() * 1e3),
-                "step {step}: {stall_ms:?}"
-            );
+            must_not_have_stalled(&status(&keeper), step);
             assert_eq!(post(&keeper, "/v1/stop", r#"{"force": true}"#).0, 200, "{path}, step {step}");
             must_end(&bed, &mut keeper);
             bed.hand.release("go");
             assert!(asker.join().is_ok());
-            keeper = running(&bed);
+            keeper = bed.running();
         }
         assert_eq!(post(&keeper, "/v1/stop", r#"{"force": true}"#).0, 200);
         must_end(&bed, &mut keeper);

@@ -26,8 +26,7 @@ fn stop(bed: &Bed) -> Output {
 fn a_stop_during_an_upgrade_reaches_a_keeper() {
     let bed = Bed::make();
     for round in 0..ROUNDS {
-        let mut keeper = bed.keeper(NAMES[0], &["run", "machine.toml"]);
-        keeper.settled(Duration::ZERO).unwrap().expect("it starts");
+        let mut keeper = bed.running();
         let api = keeper.api();
         let upgrade = std::thread::spawn(move || api.ask("POST", "/v1/upgrade-keeper", "{}"));
         std::thread::sleep(STEP * round as u32);
@@ -57,8 +56,7 @@ fn files(bed: &Bed) -> BTreeSet<PathBuf> {
 fn a_stopped_keeper_unlocks_last() {
     let bed = Bed::make();
     for round in 0..STOPS {
-        let mut keeper = bed.keeper(NAMES[0], &["run", "machine.toml"]);
-        keeper.settled(Duration::ZERO).unwrap().expect("it starts");
+        let mut keeper = bed.running();
         let (api, lock) = (keeper.api(), File::open(bed.runtime_of(NAMES[0]).join("keeper.lock")).unwrap());
         let stop = std::thread::spawn(move || api.ask("POST", "/v1/stop", r#"{"force": true}"#));
         let asked = Instant::now();

@@ -167,8 +167,8 @@ fn held(bed: &Bed, keeper: &Keeper<'_>) -> (BTreeMap<String, usize>, u64) {
 
 /// Starts a machine, ends its QEMU in the given way, and waits until the next guest runs.
 fn outlive<'a>(bed: &'a Bed, end: impl FnOnce(&Keeper<'_>, u32)) -> Keeper<'a> {
-    let mut keeper = bed.keeper(NAMES[0], &["run", "machine.toml"]);
-    let before = keeper.settled(Duration::ZERO).expect("it settles").expect("it starts");
+    let mut keeper = bed.running();
+    let before = keeper.status();
     end(&keeper, before["qemu"]["pid"].as_u64().expect("it has a QEMU") as u32);
     let is_replaced = || {
         let status = keeper.settled(Duration::ZERO).expect("it settles").expect("the keeper lives");
@@ -208,8 +208,8 @@ fn a_hostile_qemu_harms_only_itself() {
         None => 1..SEEDS + 1,
     };
     let neighbour = Bed::make();
-    let mut neighbour = neighbour.keeper(NAMES[0], &["run", "machine.toml"]);
-    let before = neighbour.settled(Duration::ZERO).unwrap().expect("it starts");
+    let neighbour = neighbour.running();
+    let before = neighbour.status();
     let (next, over, failed) = (AtomicU64::new(seeds.start), AtomicBool::new(false), AtomicU64::new(0));
     std::thread::scope(|scope| {
         let watch = scope.spawn(|| {

@@ -5,36 +5,35 @@ use std::time::{Duration, Instant};
 use hearth_vmtest::patience;
 use serde_json::Value;
 
-use crate::machine::{Bed, Keeper, NAMES, kill, wait};
+use crate::machine::{Bed, Keeper, kill, wait};
 
 /// The start takes this long.
 const START: Duration = Duration::from_millis(500);
 const REST: Duration = Duration::from_millis(20);
 
-fn run(bed: &Bed) -> Keeper<'_> {
-    let mut keeper = bed.keeper(NAMES[0], &["run", "machine.toml"]);
-    keeper.settled(REST).expect("it settles").expect("it starts");
-    keeper
-}
-
-fn ask(keeper: &Keeper<'_>, method: &str, path: &str, body: &str) -> (u16, Value) {
-    keeper.api().ask(method, path, body).unwrap_or_else(|| panic!("no answer to {path}"))
-}
-
-fn status(keeper: &Keeper<'_>) -> Value {
-    ask(keeper, "GET", "/v1/status", "").1
+fn post(keeper: &Keeper<'_>, path: &str, body: &str) -> (u16, Value) {
+    keeper.api().ask("POST", path, body).unwrap_or_else(|| panic!("no answer to {path}"))
 }
 
 fn stall_ms(status: &Value) -> f64 {
     status["keeper"]["loop_stall_ms_max"].as_f64().expect("a number")
 }
 
-/// Begins a hop whose QEMU has been started and is not heard of yet.
-fn begin_slow_hop(bed: &Bed, keeper: &Keeper<'_>) {
+/// Makes a request that starts a QEMU. The QEMU has been started and is not heard of yet.
+fn begin_slow_start(bed: &Bed, keeper: &Keeper<'_>, path: &str, body: &str) {
     bed.hand.arm(Some(1));
-    let (number, said) = ask(keeper, "POST", "/v1/rejuvenate", "{}");
+    let (number, said) = post(keeper, path, body);
     assert!(number < 300, "{said}");
     assert!(wait(patience(1), || bed.hand.held().is_some()), "no QEMU is started");
+}
+
+fn begin_slow_hop(bed: &Bed, keeper: &Keeper<'_>) {
+    begin_slow_start(bed, keeper, "/v1/rejuvenate", "{}");
+}
+
+/// Ends the guest; the next one's QEMU is slow.
+fn begin_slow_reboot(bed: &Bed, keeper: &Keeper<'_>) {
+    begin_slow_start(bed, keeper, "/v1/reboot", r#"{"force": true}"#);
 }
 
 /// Asserts that the machine has come to rest, with one QEMU.
@@ -49,12 +48,12 @@ fn has_one_qemu(bed: &Bed, keeper: &mut Keeper<'_>) -> Value {
 #[test]
 fn status_is_answered_during_a_hops_launch() {
     let bed = Bed::make();
-    let mut keeper = run(&bed);
-    let before = status(&keeper);
+    let mut keeper = bed.running();
+    let before = keeper.status();
     begin_slow_hop(&bed, &keeper);
     let (began, mut asked) = (Instant::now(), 0);
     while began.elapsed() < START {
-        let status = status(&keeper);
+        let status = keeper.status();
         assert_eq!(status["state"], "running", "{status}");
         assert!(status["rejuvenating_since"].is_string(), "{status}");
         assert_eq!(status["qemu"], before["qemu"], "the guest is in the QEMU that it had");
@@ -72,7 +71,7 @@ fn status_is_answered_during_a_hops_launch() {
 #[test]
 fn what_would_disturb_a_hops_launch_is_refused() {
     let bed = Bed::make();
-    let mut keeper = run(&bed);
+    let mut keeper = bed.running();
     begin_slow_hop(&bed, &keeper);
     let save = format!(r#"{{"folder": {:?}}}"#, bed.path("save"));
     let requests = [
@@ -84,7 +83,7 @@ fn what_would_disturb_a_hops_launch_is_refused() {
         ("/v1/disks/root/resize", "{}"),
     ];
     for (path, body) in requests {
-        let (number, said) = ask(&keeper, "POST", path, body);
+        let (number, said) = post(&keeper, path, body);
         let why = said["message"].as_str().unwrap_or_default().to_owned();
         assert!(number == 409 && why.ends_with("the guest is being moved to another QEMU"), "{path}: {number} {said}");
     }
@@ -97,12 +96,12 @@ fn what_would_disturb_a_hops_launch_is_refused() {
 #[track_caller]
 fn check_given_up(what: &str, end_guest: impl FnOnce(&Bed, &Keeper<'_>)) {
     let bed = Bed::make();
-    let mut keeper = run(&bed);
+    let mut keeper = bed.running();
     begin_slow_hop(&bed, &keeper);
     end_guest(&bed, &keeper);
     // The new QEMU stays silent: it is killed.
-    let reboots = wait(patience(1), || status(&keeper)["incarnation"] == 2);
-    assert!(reboots, "{what}: {}", status(&keeper));
+    let reboots = wait(patience(1), || keeper.status()["incarnation"] == 2);
+    assert!(reboots, "{what}: {}", keeper.status());
     bed.hand.release("go");
     let after = has_one_qemu(&bed, &mut keeper);
     let failure = after["last_rejuvenation"]["failure"].as_str().unwrap_or_default();
@@ -111,7 +110,7 @@ fn check_given_up(what: &str, end_guest: impl FnOnce(&Bed, &Keeper<'_>)) {
 
 #[test]
 fn the_guests_end_gives_a_hop_up() {
-    check_given_up("reboot", |_, keeper| drop(ask(keeper, "POST", "/v1/reboot", r#"{"force": true}"#)));
+    check_given_up("reboot", |_, keeper| drop(post(keeper, "/v1/reboot", r#"{"force": true}"#)));
     check_given_up("panic", |bed, _| bed.hand.guests("panic"));
     check_given_up("reset", |bed, _| bed.hand.guests("reset"));
 }
@@ -119,35 +118,27 @@ fn the_guests_end_gives_a_hop_up() {
 #[test]
 fn a_stop_ends_a_hops_launch() {
     let bed = Bed::make();
-    let mut keeper = run(&bed);
+    let mut keeper = bed.running();
     begin_slow_hop(&bed, &keeper);
-    let (number, said) = ask(&keeper, "POST", "/v1/stop", r#"{"force": true}"#);
+    let (number, said) = post(&keeper, "/v1/stop", r#"{"force": true}"#);
     assert!(number < 300, "{said}");
     assert!(wait(patience(1), || keeper.ended().is_some()), "it does not stop");
     assert_eq!(bed.left_behind(), Vec::<String>::new());
 }
 
-/// Ends the guest. The next one's QEMU has been started and is not heard of yet.
-fn begin_slow_reboot(bed: &Bed, keeper: &Keeper<'_>) {
-    bed.hand.arm(Some(1));
-    let (number, said) = ask(keeper, "POST", "/v1/reboot", r#"{"force": true}"#);
-    assert!(number < 300, "{said}");
-    assert!(wait(patience(1), || bed.hand.held().is_some()), "no QEMU is started");
-}
-
 #[test]
 fn status_is_answered_while_the_next_guest_starts() {
     let bed = Bed::make();
-    let mut keeper = run(&bed);
+    let mut keeper = bed.running();
     begin_slow_reboot(&bed, &keeper);
     let (began, mut asked) = (Instant::now(), 0);
     while began.elapsed() < START {
-        let status = status(&keeper);
+        let status = keeper.status();
         assert_eq!((&status["state"], &status["qemu"]), (&"recovering".into(), &Value::Null), "{status}");
         asked += 1;
     }
     assert!(asked > 5, "{asked} answers in {START:?}");
-    let (number, said) = ask(&keeper, "POST", "/v1/reboot", "{}");
+    let (number, said) = post(&keeper, "/v1/reboot", "{}");
     assert!(number == 409 && said["message"] == "cannot reboot: the machine is recovering", "{number} {said}");
     bed.hand.release("go");
     let after = has_one_qemu(&bed, &mut keeper);
@@ -159,9 +150,9 @@ fn status_is_answered_while_the_next_guest_starts() {
 fn a_stop_ends_the_next_guests_launch() {
     for body in ["{}", r#"{"force": true}"#] {
         let bed = Bed::make();
-        let mut keeper = run(&bed);
+        let mut keeper = bed.running();
         begin_slow_reboot(&bed, &keeper);
-        let (number, said) = ask(&keeper, "POST", "/v1/stop", body);
+        let (number, said) = post(&keeper, "/v1/stop", body);
         assert!(number < 300, "{said}");
         assert!(wait(patience(1), || keeper.ended().is_some()), "it does not stop");
         assert_eq!(keeper.wait().code(), Some(0));
@@ -172,7 +163,7 @@ fn a_stop_ends_the_next_guests_launch() {
 #[test]
 fn a_launch_that_fails_is_tried_again() {
     let bed = Bed::make();
-    let mut keeper = run(&bed);
+    let mut keeper = bed.running();
     begin_slow_reboot(&bed, &keeper);
     kill(bed.hand.held().expect("it is held"));
     bed.hand.release("go");

@@ -74,6 +74,13 @@ impl Bed {
         command
     }
 
+    /// The machine's keeper, once the guest runs.
+    pub fn running(&self) -> Keeper<'_> {
+        let mut keeper = self.keeper(NAMES[0], &["run", "machine.toml"]);
+        keeper.settled(Duration::ZERO).expect("it comes to rest").expect("it starts");
+        keeper
+    }
+
     /// Starts a keeper with these arguments of `hearth`, or runs another command.
     pub fn keeper(&self, name: &'static str, arguments: &[&str]) -> Keeper<'_> {
         let log = File::options().create(true).append(true).open(self.path("keeper.log"));
@@ -153,6 +160,13 @@ impl Keeper<'_> {
     /// The log since the keeper was started; other keepers on this bed write to it too.
     pub fn said(&self) -> String {
         self.bed.log().get(self.said_before as usize..).unwrap_or_default().to_owned()
+    }
+
+    /// Body of `GET /v1/status`.
+    pub fn status(&self) -> Value {
+        let (number, status) = self.api().ask("GET", "/v1/status", "").expect("the keeper lives");
+        assert_eq!(number, 200, "{status}");
+        status
     }
 
     pub fn api(&self) -> Api {
