@@ -153,8 +153,7 @@ fn make_images() -> Result<(), guest::GuestError> {
 
 /// Makes the images of all tests. Some need a newer kernel and a newer QEMU, whatever the host has.
 fn make_test_images() -> Result<(), guest::GuestError> {
-    guest::ensure_all()?;
-    guest::ensure_busybox_newer()?;
+    make_guests(true)?;
     guest::qemu10()
 }
 
