@@ -149,7 +149,7 @@ fn no_console_output_is_lost_between_keepers() -> Result<()> {
     Ok(())
 }
 
-/// Whatever a booting guest is doing when its keeper dies, the boot completes. Set `ROUNDS=100` for a longer test.
+/// Kills keepers at any moment of a guest's boot: the boot completes. Set `ROUNDS=100` for a longer test.
 #[test]
 fn boot_survives_a_keeper_killed_anytime() -> Result<()> {
     let rounds: u32 = std::env::var("ROUNDS").ok().and_then(|text| text.parse().ok()).unwrap_or(4);

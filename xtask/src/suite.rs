@@ -216,7 +216,7 @@ mod tests {
     }
 
     #[test]
-    fn each_test_has_a_time_and_failed_ones_are_named() {
+    fn output_gives_times_and_failed_tests() {
         let script =
             "echo 'test a ... ok'; echo 'test b ... FAILED'; echo 'test c ... ignored'; echo 'no test d ... ok'
                       echo 'test result: FAILED. 1 passed; 1 failed; 1 ignored'; exit 101";

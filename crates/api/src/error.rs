@@ -10,9 +10,9 @@ use serde::{Deserialize, Serialize};
 pub struct ApiError {
     /// The reason, for programs.
     pub error: ErrorWord,
-    /// What failed, on which named thing.
+    /// The operation that failed, and the thing that it failed on.
     pub message: String,
-    /// What to do about it.
+    /// How to mend it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub hint: Option<String>,
 }

@@ -17,7 +17,7 @@ pub struct EventRecord {
     pub machine: String,
     /// The incarnation that was running or starting at that time.
     pub incarnation: u32,
-    /// What happened, with the fields of that kind.
+    /// The kind of event, with the fields of that kind.
     #[serde(flatten, deserialize_with = "known_or_not")]
     pub event: EventKind,
 }

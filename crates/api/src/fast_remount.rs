@@ -1,4 +1,4 @@
-//! What a machine's next boot will read, and how much of it is in memory: the answer to `remount-plan`.
+//! The answer to `remount-plan`: the blocks that a machine's next boot will read, and how many of them are in memory.
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 #[serde(default, deny_unknown_fields)]
 pub struct ReadyRequest {}
 
-/// What the next boot will read if it is like the last one, how much of it memory holds, and how the last boot went.
+/// The blocks that the next boot will read if it is like the last one, how many of them memory holds, and how the last boot went.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct RemountPlan {
     /// Name of the machine.

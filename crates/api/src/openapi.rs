@@ -75,7 +75,7 @@ fn parameter(parameter: &Parameter) -> Value {
     })
 }
 
-/// What every route can answer besides its own errors.
+/// Errors that every route can answer besides its own.
 pub(crate) fn common_errors(route: &Route) -> impl Iterator<Item = ErrorWord> {
     let with_body = route.request.is_some();
     [ErrorWord::BadRequest, ErrorWord::TooLarge, ErrorWord::TooManyClients, ErrorWord::Timeout, ErrorWord::Failed]

@@ -74,7 +74,7 @@ pub struct ParkRequest {
 pub struct SaveRequest {
     /// Absolute path of the folder, or an address such as `s3://BUCKET/PREFIX`. It must not exist yet.
     pub folder: PathBuf,
-    /// What to do when the machine is saved.
+    /// Action to take after the save.
     #[serde(default)]
     pub then: SaveThen,
     /// Compress memory with zstd.
@@ -132,7 +132,7 @@ impl ScanRequest {
     }
 }
 
-/// What happens to the machine after a save.
+/// Action to take on the machine after a save.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum SaveThen {

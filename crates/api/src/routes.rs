@@ -56,7 +56,7 @@ pub struct Route {
     pub method: Method,
     /// Path, with `{name}` for each path parameter.
     pub path: &'static str,
-    /// What the route does, in one line.
+    /// The route's purpose, in one line.
     pub summary: &'static str,
     /// More about the route, if the summary is not enough.
     pub details: &'static str,
@@ -78,7 +78,7 @@ pub struct Parameter {
     pub name: &'static str,
     /// Whether it is part of the path. If not, it is part of the query.
     pub in_path: bool,
-    /// What the parameter means.
+    /// The parameter's meaning.
     pub meaning: &'static str,
 }
 

@@ -39,7 +39,7 @@ pub struct MachineStatus {
     pub nets: Vec<NetStatus>,
     /// Guest pages whose disk block the ledger knows.
     pub ledger_pages: u64,
-    /// What is kept of dead guests' memory.
+    /// Memory of dead guests that is still kept.
     pub ember: EmberStatus,
     /// Running and recent dumps, oldest first.
     #[serde(default)]
@@ -567,7 +567,7 @@ pub struct Rejuvenation {
     pub phases: Vec<PhaseTime>,
 }
 
-/// What became of a parked guest.
+/// Outcome of a parked guest.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct Unparked {
     /// Why the guest could not resume, so that the machine booted. None: it resumed.

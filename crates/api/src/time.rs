@@ -62,7 +62,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_time_is_none() {
+    fn invalid_time_gives_none() {
         for text in
             ["", "2024-02-29", "2024-02-29T23:59:59.001+01:00", "2024-00-29T23:59:59.001Z", "1969-12-31T23:59:59.999Z"]
         {

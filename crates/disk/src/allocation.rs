@@ -3,7 +3,7 @@
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 
-/// What is read from a guest, from QEMU or from a table of partitions needs no more.
+/// Upper limit for one allocation on behalf of a guest, of QEMU or of a partition table: none needs more.
 pub const FOREIGN_BYTES_MAX: usize = 64 << 10;
 
 thread_local! {

@@ -42,7 +42,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn clock_by_hand_stands_still_until_it_is_moved() {
+    fn manual_clock_stands_still_until_moved() {
         let clock = Clock::by_hand();
         let (same, start) = (clock.clone(), clock.now());
         assert_eq!(same.now(), start);

@@ -6,7 +6,7 @@
 
 use std::time::{Duration, Instant};
 
-/// What an idle bucket saves up at most, in time.
+/// Time whose allowance an idle bucket saves up at most.
 const SAVED_NS_MAX: u64 = 10_000_000;
 
 /// Limits of one disk; `None` means unlimited. A limit of 0 counts as 1: a disk that never answers is not a limit.
@@ -83,7 +83,7 @@ struct Bucket {
     per_second: u64,
     /// When the debt is paid. In the past: so much is saved up.
     paid_ns: u64,
-    /// What the last division left, in 1 / `per_second` nanoseconds: at 10 GB/s a request costs 400 ns, and rounding
+    /// Remainder of the last division, in 1 / `per_second` nanoseconds: at 10 GB/s a request costs 400 ns, and rounding
     /// each would be a quarter of a percent.
     remainder: u64,
 }
@@ -117,7 +117,7 @@ mod tests {
         Limits { bytes_per_second, operations_per_second }
     }
 
-    /// What passes in each millisecond when requests of `request` bytes always wait and the caller looks once a
+    /// Bytes that pass in each millisecond when requests of `request` bytes always wait and the caller looks once a
     /// millisecond.
     fn admitted_each_ms(limits: Limits, request: u64, milliseconds: usize) -> Vec<u64> {
         let start = Instant::now();

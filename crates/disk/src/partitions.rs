@@ -135,7 +135,7 @@ fn name(bytes: &[u8]) -> Option<String> {
     Some(printable(letters)).filter(|name| !name.is_empty())
 }
 
-/// What a guest named: nothing of it controls a terminal.
+/// A name chosen by a guest, without characters that control a terminal.
 pub(crate) fn printable(letters: impl Iterator<Item = char>) -> String {
     letters.filter(|letter| !letter.is_control()).collect()
 }
@@ -199,7 +199,7 @@ mod tests {
     }
 
     #[test]
-    fn a_gpt_is_read_where_a_protective_entry_says_so() {
+    fn gpt_is_read_only_with_a_protective_entry() {
         let mut head = [0; SECTOR_BYTES];
         head[..8].copy_from_slice(b"EFI PART");
         head[72..80].copy_from_slice(&2_u64.to_le_bytes());
@@ -244,7 +244,7 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever a guest writes there: few sectors are asked for, and what is found lies apart on the disk.
+        /// With any bytes from a guest, few sectors are requested, and the volumes found do not overlap.
         #[test]
         fn no_table_is_believed(
             words in prop::collection::vec(prop_oneof![any::<u32>(), 0..20_u32, Just(u32::MAX)], 16..64),

@@ -30,7 +30,7 @@ pub(crate) unsafe fn take(file: &File, base: NonNull<u8>, range: Range<usize>) -
     let taken = unsafe { madvise(base.as_ptr().add(range.start).cast(), range.len(), Advice::LinuxPopulateWrite) };
     match taken {
         Ok(()) => Ok(()),
-        // What would have been a SIGBUS.
+        // An access would have raised SIGBUS.
         Err(Errno::FAULT) => Err(Errno::NOSPC.into()),
         // Before Linux 5.14.
         Err(Errno::INVAL) => Ok(fallocate(file, FallocateFlags::KEEP_SIZE, range.start as u64, range.len() as u64)?),

@@ -192,7 +192,7 @@ mod tests {
     }
 
     #[test]
-    fn a_slow_disk_is_no_slowdown_and_a_slower_one_is() {
+    fn only_a_disk_that_becomes_slower_counts() {
         let mut rig = Rig::new();
         rig.operations(100, 5 * MS, 4096);
         assert_eq!((rig.read().latency, rig.read().slowdown_pct), (5 * MS, 100));

@@ -7,7 +7,7 @@ use std::time::Duration;
 use crate::block::{BLOCK_BYTES, DiskId};
 use crate::tag::Tag;
 
-/// What happens to the source's copy after it was served.
+/// Treatment of the source's copy after it was served.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AfterServing {
     /// The guest holds the block in a page the ledger knows: the source gives its copy up.

@@ -107,7 +107,7 @@ fn check(image: Image, place: &Place, wrap: impl FnOnce(Box<dyn Engine>) -> Box<
             _ => {
                 client.queues[queue].discard(offset as u64, bytes as u64, 0, ReqFlags::empty());
                 assert_eq!(client.finish(queue), 0, "turn {turn}");
-                // What is there now is the image's choice.
+                // The image may return any bytes for a discarded range.
                 let read = client.read(queue, offset as u64, bytes);
                 model[offset..offset + bytes].copy_from_slice(&read);
             }

@@ -73,7 +73,7 @@ impl Bench {
         assert_eq!(self.guest.run(0, WRITE, offset, DATA, bytes).status, 0);
     }
 
-    /// What of a read the image answers.
+    /// Bytes of a read that the image answers.
     fn image_bytes_of(&mut self, offset: u64, bytes: u32) -> u64 {
         let before = self.server.counters().bytes_read_image;
         self.read(offset, bytes);
@@ -183,7 +183,7 @@ fn requests_that_meet_a_write_void_the_block() {
 
 /// A journal that is replayed is written to the disk while the next volume is read: who reads does not wait for that.
 #[test]
-fn reads_are_answered_while_writes_of_their_disk_are_stuck() {
+fn reads_are_answered_while_writes_are_stuck() {
     const WRITES: u64 = 16;
     let plan = Plan::new(1);
     let mut bench = Bench::new(&plan, 2, AMPLE);
@@ -241,7 +241,7 @@ fn read_that_meets_a_shrink_is_not_held() {
 }
 
 #[test]
-fn write_of_a_gone_guest_updates_the_boot_set() {
+fn dead_guests_write_updates_the_boot_set() {
     let plan = Plan::new(1);
     let mut bench = Bench::new(&plan, 1, AMPLE);
     bench.read(0, 4 * 4096);

@@ -46,7 +46,7 @@ fn writes_are_logged_only_while_asked() {
     assert_eq!(guest.run(1, WRITE, 0, DATA + 0x10000, 4096).status, 0);
     let after = pages(&guest);
     let logged = take_log(&log);
-    // What the test itself wrote: headers, the available ring, the source of the write.
+    // Pages that the test itself wrote: headers, the available ring, the source of the write.
     let ours: BTreeSet<u64> = [(DATA + 0x10000) / 4096].into();
     let written: BTreeSet<u64> = changed(&before, &after).difference(&ours).copied().collect();
     let own_rings: BTreeSet<u64> = [0x0, 0x4, 0x10, 0x14].into();
@@ -65,7 +65,7 @@ fn writes_are_logged_only_while_asked() {
 }
 
 #[test]
-fn the_used_ring_has_a_switch_of_its_own() {
+fn used_ring_is_logged_by_own_flag() {
     let place = Place::new(4 << 20);
     let _server = place.serve(None);
     // Without event indices only the entries are in the second page.

@@ -39,7 +39,7 @@ fn flush(guest: &mut Guest) -> u8 {
 fn a_flush_with_nothing_new_is_no_operation() {
     let (place, plan) = (Place::new(DISK_BYTES), Plan::new(1));
     let (server, mut guest) = served(&place, &plan);
-    // What was written before this server came it does not know.
+    // The server does not know of writes before its own time.
     assert_eq!((flush(&mut guest), plan.seen()), (OK, 1));
     assert_eq!((flush(&mut guest), flush(&mut guest), plan.seen()), (OK, OK, 1));
     write(&mut guest, 0, 3);
@@ -51,7 +51,7 @@ fn a_flush_with_nothing_new_is_no_operation() {
 }
 
 #[test]
-fn flush_after_a_failed_one_goes_to_the_image() {
+fn flush_after_failed_one_reaches_image() {
     let (place, plan) = (Place::new(DISK_BYTES), Plan::new(1));
     let (_server, mut guest) = served(&place, &plan);
     assert_eq!(flush(&mut guest), OK);
@@ -96,7 +96,7 @@ fn flush_does_not_cover_later_changes() {
     assert_eq!(server.counters().flushes_spared, 1);
 }
 
-/// What the image would have after a loss of power: the writes that had ended when a flush began that ended well.
+/// The image's contents after a loss of power: the writes that had ended when a flush began that ended well.
 #[derive(Default)]
 struct Journal {
     running: BTreeMap<u64, Running>,

@@ -102,7 +102,7 @@ impl Short {
 }
 
 #[test]
-fn requests_without_memory_wait_and_the_others_go_on() {
+fn only_requests_without_memory_wait() {
     let short = Short::new(RINGS);
     let mut guest = short.connect(2);
     short.keeper.grant(DATA / PAGE..DATA / PAGE + 1);
@@ -124,7 +124,7 @@ fn requests_without_memory_wait_and_the_others_go_on() {
 }
 
 #[test]
-fn request_that_waited_for_memory_is_not_in_line() {
+fn memory_wait_is_not_counted_in_line() {
     let mut found = None;
     let short = Short::tracked(RINGS.start..RINGS.end + 1, |place, ram| {
         let ledger = Ledger::create(&place.folder.path().join("ledger"), 8192).unwrap();
@@ -146,7 +146,7 @@ fn request_that_waited_for_memory_is_not_in_line() {
 }
 
 #[test]
-fn ungranted_memory_reads_as_zeroes_and_stays_a_hole() {
+fn ungranted_memory_reads_zeroes_without_pages() {
     let mut ledger = None;
     let short = Short::tracked(RINGS, |place, ram| {
         let made = Arc::new(Mutex::new(Ledger::create(&place.folder.path().join("ledger"), 8192).unwrap()));
@@ -165,7 +165,7 @@ fn ungranted_memory_reads_as_zeroes_and_stays_a_hole() {
 }
 
 #[test]
-fn a_ring_without_memory_is_served_when_it_has_some() {
+fn ring_is_served_once_granted_memory() {
     let short = Short::new(0..0);
     let mut guest = short.connect(1);
     let before = short.ram_bytes();
@@ -178,7 +178,7 @@ fn a_ring_without_memory_is_served_when_it_has_some() {
 }
 
 #[test]
-fn what_waits_goes_on_when_the_gate_is_taken_away() {
+fn waiting_requests_continue_without_the_gate() {
     let short = Short::new(RINGS);
     let mut guest = short.connect(1);
     guest.submit(0, READ, 0, DATA, 65536);
@@ -219,7 +219,7 @@ fn a_guest_that_goes_takes_what_waits_along() {
 
 /// The next server begins anew what the last one had taken and not begun.
 #[test]
-fn what_waits_is_answered_by_the_next_server() {
+fn next_server_answers_waiting_requests() {
     let mut short = Short::new(RINGS);
     let mut guest = short.connect(1);
     let head = guest.submit(0, READ, 4096, DATA, 8192);

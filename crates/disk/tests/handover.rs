@@ -22,7 +22,7 @@ fn wait_for_successor(server: &DiskServer, expect: bool) {
 }
 
 #[test]
-fn the_guest_goes_on_through_the_second_and_back() {
+fn guest_moves_to_second_qemu_and_back() {
     let place = Place::new(DISK_BYTES);
     let server = place.serve(None);
     let mut guest = Guest::connect(&place.socket(), 4);
@@ -110,7 +110,7 @@ fn second_qemu_starts_after_the_firsts_last_answer() {
 }
 
 #[test]
-fn without_a_hand_over_nobody_gets_a_second_place() {
+fn second_connection_needs_a_hand_over() {
     let place = Place::new(DISK_BYTES);
     let server = place.serve(None);
     let mut guest = Guest::connect(&place.socket(), 1);
@@ -164,7 +164,7 @@ fn only_expected_processes_are_served() {
     let place = Place::new(DISK_BYTES);
     let (me, other) = (this_process(), Peer { start_ticks: 0, ..this_process() });
     let server = place.serve(None);
-    // What waits in the backlog while nobody is known is judged by who turns out to be expected.
+    // A connection in the backlog while nobody is expected yet is judged by the processes expected later.
     for (expected, served) in [(vec![other], false), (vec![me], true), (vec![], false), (vec![other, me], true)] {
         server.expect(Expected::and_another([])).unwrap();
         let early = knock(&place);
@@ -178,7 +178,7 @@ fn only_expected_processes_are_served() {
 }
 
 #[test]
-fn who_waited_during_another_guest_is_not_served_in_the_next() {
+fn waiting_connection_is_not_served_next_guest() {
     let place = Place::new(DISK_BYTES);
     let server = place.serve(None);
     let mut guest = Guest::connect(&place.socket(), 1);

@@ -25,7 +25,7 @@ use vhost::{VhostBackend, VhostUserMemoryRegionInfo};
 use vmm_sys_util::eventfd::EventFd;
 
 const DISK_BYTES: u64 = 4 << 20;
-/// What a server may take beside what it has for honest guests. Most of it is what the allocator keeps.
+/// Memory that a server may take beside what it has for honest guests. Most of it is kept by the allocator.
 const MEMORY_MAX_KIB: u64 = 64 << 10;
 /// Long for a busy machine, and no time to one that is held up for good.
 const STOP_PATIENCE: Duration = Duration::from_secs(20);
@@ -186,7 +186,7 @@ impl Hostile {
             37, 38,
         ];
         match random.below(20) {
-            // What was given shrinks, or is filled.
+            // Memory that was handed over shrinks, or is filled.
             0 => {
                 for fd in &self.given {
                     let _ = ftruncate(fd, 0);
@@ -223,7 +223,7 @@ impl Hostile {
 }
 
 #[test]
-fn no_sequence_of_messages_holds_up_a_server_or_fills_it() {
+fn no_message_sequence_blocks_or_fills_server() {
     let _alone = alone();
     let place = Place::new(DISK_BYTES);
     let server = place.serve(None);
@@ -291,7 +291,7 @@ fn a_full_error_that_blocks_holds_up_nobody() {
 }
 
 #[test]
-fn a_kick_of_two_queues_that_blocks_holds_up_nobody() {
+fn shared_blocking_kick_holds_up_nobody() {
     check_hostile_guest(|guest| {
         let shared = EventFd::new(0).unwrap();
         guest.frontend.set_vring_kick(1, &shared).unwrap();
@@ -446,7 +446,7 @@ impl Engine for Panicking {
 }
 
 #[test]
-fn a_thread_that_panics_is_told_to_whoever_owns_the_disk() {
+fn panicking_thread_is_reported_to_disks_owner() {
     let place = Place::new(DISK_BYTES);
     let backing = Backing::with(place.open(), |_, engine| Box::new(Panicking(engine))).unwrap();
     let server = DiskServer::start_with(place.options(), backing, None).unwrap();

@@ -74,7 +74,7 @@ fn serve_until_killed() {
     options.socket = Path::new(&socket).into();
     options.expected = Expected::these([Peer::of(std::os::unix::process::parent_id()).unwrap()]);
     let mut backing = flaky(place.open(), &plan);
-    // What starts together ends in any order, on any disk; one by one it is seen in which order requests are taken up.
+    // Requests that start together end in any order, on any disk; one by one shows in which order requests are taken up.
     if std::env::var(HOLD).unwrap().is_empty() {
         backing.depth = 1;
     }
@@ -169,7 +169,7 @@ fn queue_stopped_before_the_log_resumes_nothing() {
 
 /// A QEMU that is connected to the next server and says nothing to it has the only note of its requests.
 #[test]
-fn requests_of_a_silent_qemu_are_taken_over_by_another() {
+fn silent_qemus_requests_pass_to_another() {
     let place = Place::new(DISK_BYTES);
     let victim = Victim::spawn(&place, "s0");
     let mut guest = Guest::connect(&place.socket(), 1);
@@ -217,7 +217,7 @@ fn next_server_knows_write_cache_is_off() {
 
 /// The successor of a hop gets its region before its first start, and its server may die in between.
 #[test]
-fn a_new_region_tells_that_the_write_cache_is_off() {
+fn new_region_records_write_cache_off() {
     let place = Place::new(DISK_BYTES);
     let server = place.serve(None);
     let mut guest = Guest::connect(&place.socket(), 1);
@@ -262,7 +262,7 @@ fn noted_write_cache_state_is_kept() {
 }
 
 #[test]
-fn requests_are_taken_up_in_the_order_they_came() {
+fn requests_are_resumed_in_original_order() {
     let place = Place::new(DISK_BYTES);
     let victim = Victim::spawn(&place, "s0 s1 s2 s3 s4");
     let mut guest = Guest::connect(&place.socket(), 1);

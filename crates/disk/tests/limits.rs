@@ -26,7 +26,7 @@ struct Run {
     guest: Guest,
     random: Random,
     begun: Instant,
-    /// What each request in flight will have moved.
+    /// Bytes that each request in flight will have moved.
     asked: HashMap<(usize, u16), u64>,
     served: u64,
 }
@@ -78,7 +78,7 @@ impl Run {
         }
     }
 
-    /// What a guest, its QEMU, or both do with their queues.
+    /// One action of a guest, its QEMU, or both on their queues.
     fn step(&mut self, history: &mut String) {
         (0..QUEUES).for_each(|queue| self.fill(queue));
         let step = ["toggle", "toggle", "toggle one", "reconnect", "hop", "wait"][self.random.below(6) as usize];
@@ -111,7 +111,7 @@ impl Run {
 }
 
 #[test]
-fn no_sequence_of_stops_and_reconnects_passes_the_limit() {
+fn stops_and_reconnects_cannot_pass_the_limit() {
     for seed in 1..=3 {
         let mut run = Run::new(seed);
         let mut history = format!("(seed {seed}) ");
@@ -132,7 +132,7 @@ fn no_sequence_of_stops_and_reconnects_passes_the_limit() {
 
 /// A hop, or a save, must not wait until a limited disk has done all that its guest has asked for.
 #[test]
-fn the_first_stop_does_not_wait_for_the_limit() {
+fn first_stop_does_not_wait_for_limit() {
     let mut run = Run::new(1);
     (0..QUEUES).for_each(|queue| run.fill(queue));
     wait_until("all requests are taken", || {

@@ -35,7 +35,7 @@ fn statuses(server: &DiskServer, guest: &mut Guest, plan: &Plan, requests: u64) 
 }
 
 #[test]
-fn reads_that_wait_side_by_side_are_one_operation() {
+fn adjacent_waiting_reads_are_one_operation() {
     let place = Place::new(DISK_BYTES);
     let plan = Plan::new(1);
     let (server, mut guest) = held_up(&place, &plan);
@@ -59,7 +59,7 @@ fn reads_that_wait_side_by_side_are_one_operation() {
 }
 
 #[test]
-fn reads_that_fail_together_are_carried_out_one_by_one() {
+fn reads_that_fail_together_are_retried_singly() {
     let place = Place::new(DISK_BYTES);
     let plan = Plan::new(1);
     let (server, mut guest) = held_up(&place, &plan);
@@ -99,7 +99,7 @@ fn read_one_by_one(server: &DiskServer, guest: &mut Guest, places: impl IntoIter
 
 /// Like a kernel that reads ahead in a journal.
 #[test]
-fn reads_that_come_one_by_one_are_one_operation() {
+fn single_adjacent_reads_are_one_operation() {
     let place = Place::new(DISK_BYTES);
     let plan = Plan::new(1);
     let (server, mut guest) = one_by_one(&place, &plan, PATIENCE);
@@ -112,7 +112,7 @@ fn reads_that_come_one_by_one_are_one_operation() {
 }
 
 #[test]
-fn held_back_reads_go_when_the_read_before_ends() {
+fn held_back_reads_start_after_previous_read() {
     let place = Place::new(DISK_BYTES);
     let plan = Plan::new(1);
     let (server, mut guest) = one_by_one(&place, &plan, PATIENCE);

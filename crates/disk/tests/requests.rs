@@ -20,7 +20,7 @@ const UNSUPPORTED: u8 = 2;
 const DISK_BYTES: u64 = 4 << 20;
 
 #[test]
-fn what_is_written_is_on_the_disk_and_read_again() {
+fn written_data_is_on_disk_and_readable() {
     let place = Place::new(DISK_BYTES);
     let server = place.serve(None);
     let mut guest = Guest::connect(&place.socket(), 2);
@@ -175,7 +175,7 @@ fn hostile_chains_come_back_and_harm_nobody() {
 }
 
 #[test]
-fn a_broken_queue_is_left_alone_and_a_reset_mends_it() {
+fn reset_mends_a_broken_queue() {
     let place = Place::new(DISK_BYTES);
     let _server = place.serve(None);
     let mut guest = Guest::connect(&place.socket(), 2);
@@ -189,7 +189,7 @@ fn a_broken_queue_is_left_alone_and_a_reset_mends_it() {
 }
 
 #[test]
-fn no_more_requests_are_taken_than_the_ring_has_places() {
+fn requests_taken_never_exceed_ring_size() {
     let (place, plan) = (Place::new(DISK_BYTES), Plan::new(1));
     plan.sometimes(1, Fault::HoldEnd);
     let server = place.serve_flaky(&plan, None);
@@ -241,7 +241,7 @@ fn the_serial_number_is_twenty_bytes() {
 }
 
 #[test]
-fn a_read_only_disk_refuses_changes_and_says_so() {
+fn read_only_disk_announces_and_refuses_changes() {
     let place = Place::new(DISK_BYTES);
     let mut options = place.options();
     options.read_only = true;
@@ -301,7 +301,7 @@ fn write_through_waits_for_the_flush() {
 }
 
 #[test]
-fn a_guest_that_knows_no_flush_gets_write_through() {
+fn guest_without_flush_gets_write_through() {
     let place = Place::new(DISK_BYTES);
     let plan = Plan::new(1);
     let _server = place.serve_flaky(&plan, None);
@@ -371,7 +371,7 @@ fn limits_hold_back_the_image_and_are_counted() {
 }
 
 #[test]
-fn pressure_is_of_the_image_and_not_of_the_limits() {
+fn pressure_ignores_waits_for_limits() {
     let place = Place::new(DISK_BYTES);
     let plan = Plan::new(1);
     plan.on(0, Fault::HoldEnd);
@@ -414,7 +414,7 @@ fn stopped_queue_drains_while_others_go_on() {
 }
 
 #[test]
-fn kicks_before_the_queue_is_enabled_are_not_lost() {
+fn early_kicks_are_not_lost() {
     let place = Place::new(DISK_BYTES);
     let _server = place.serve(None);
     let mut guest = Guest::connect(&place.socket(), 1);
@@ -460,7 +460,7 @@ fn socket_is_private_and_never_stolen() {
 }
 
 #[test]
-fn what_cannot_be_served_is_refused_at_start() {
+fn unusable_options_are_refused_at_start() {
     let place = Place::new(4096);
     let check = |change: fn(&mut hearth_disk::server::DiskOptions), expected: &str| {
         let mut options = place.options();

@@ -84,7 +84,7 @@ fn a_flush_that_finds_no_space_fails() {
 }
 
 #[test]
-fn the_next_keeper_goes_on_with_requests_that_wait() {
+fn next_keeper_continues_waiting_requests() {
     let mut rig = full();
     write(&mut rig.guest, 3);
     wait_kept(&rig, 1);
@@ -99,7 +99,7 @@ fn the_next_keeper_goes_on_with_requests_that_wait() {
 }
 
 #[test]
-fn a_queue_that_is_stopped_does_not_wait_for_space() {
+fn stopped_queue_does_not_wait_for_space() {
     let mut rig = full();
     write(&mut rig.guest, 3);
     wait_kept(&rig, 1);

@@ -1,4 +1,4 @@
-//! What the ledger may hold, and how a warm source is asked: the first invariant, from the side of the disk server.
+//! Contents of the ledger, and requests to a warm source: the first invariant, from the side of the disk server.
 //!
 //! The rule that is checked: whenever a page of the guest carries the tag that its ledger entry names, its bytes are
 //! the bytes on the disk. An entry may be stale (the guest reused the page, the tag no longer fits); it may never lie.
@@ -135,7 +135,7 @@ fn writes_void_old_entries_and_are_recorded() {
 }
 
 #[test]
-fn what_the_guest_changes_while_it_is_written_is_not_served() {
+fn pages_changed_during_write_are_not_served() {
     let place = Place::new(DISK_BYTES);
     let truth = Truth::new(&place);
     let plan = Plan::new(1);
@@ -328,7 +328,7 @@ fn hits_are_answered_while_the_image_is_stuck() {
 }
 
 #[test]
-fn limits_hold_back_the_image_and_not_the_memory() {
+fn limits_apply_to_image_not_memory() {
     let place = Place::new(DISK_BYTES);
     let truth = Truth::new(&place);
     let plan = Plan::new(1);

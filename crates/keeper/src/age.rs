@@ -22,7 +22,7 @@ const OWN_BYTES_REMARKABLE: u64 = 256 << 20;
 const DESCRIPTORS_REMARKABLE: u64 = 128;
 const MINUTES_PER_DAY: u32 = 24 * 60;
 
-/// What the keeper can see of a QEMU's age.
+/// Signs of a QEMU's age that the keeper can see.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Signs {
     pub machine: String,
@@ -135,7 +135,7 @@ mod tests {
     }
 
     #[test]
-    fn what_speaks_for_another_qemu_is_said() {
+    fn reasons_to_replace_qemu_are_listed() {
         check(young(), None, &[]);
         let newer = QemuAge { installed_version: Some("10.0.2".into()), program_is_gone: true, ..young() };
         check(newer, None, &["QEMU 10.0.2 is installed, but the guest runs on 7.2.22"]);

@@ -175,7 +175,7 @@ mod tests {
     }
 
     #[test]
-    fn request_that_a_hand_over_drops_may_be_sent_again() {
+    fn dropped_request_may_be_sent_again() {
         let occupation = Occupation::default();
         let hands_over = occupation.clone();
         let control = Control::new(move |_, reply| {

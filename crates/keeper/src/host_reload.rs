@@ -56,7 +56,7 @@ pub struct MachineNote {
     pub memory_folder: PathBuf,
     /// The systemd unit of its keeper.
     pub unit: Option<String>,
-    /// What has become of it.
+    /// The machine's outcome.
     pub outcome: Outcome,
     /// Why it does not run, or could not be parked or resumed.
     pub why: Option<String>,

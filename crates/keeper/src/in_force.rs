@@ -81,7 +81,7 @@ mod tests {
     }
 
     #[test]
-    fn machine_type_is_kept_unless_the_file_names_one() {
+    fn machine_type_is_kept_unless_configured() {
         let journal = |machine_type: Option<&str>| {
             let machine_type = machine_type.map(str::to_owned);
             Some(Journal { machine_type, ..Journal::new("web", 64 << 20) })

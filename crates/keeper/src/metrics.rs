@@ -392,7 +392,7 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_exist_has_no_line() {
+    fn missing_values_have_no_line() {
         let mut status = sample::status();
         status.qemu = None;
         status.last_recovery = None;

@@ -11,7 +11,7 @@ pub struct Problem {
     /// The thing concerned: a key of the file, a path, a program.
     pub subject: String,
     pub message: String,
-    /// What to do.
+    /// How to mend it.
     pub hint: String,
 }
 

@@ -108,7 +108,7 @@ struct StopOrder {
     forced: bool,
 }
 
-/// What the thread needs apart from the pulses.
+/// Things that the thread needs apart from the pulses.
 pub struct Surroundings {
     pub machine: String,
     pub runtime_folder: PathBuf,

@@ -379,7 +379,7 @@ fn files_survive_any_failed_or_last_system_call() {
 
 /// A power cut may keep either of two new names. A disk without its note would count as complete.
 #[test]
-fn note_of_a_new_disk_is_durable_before_the_disk() {
+fn note_is_durable_before_its_disk() {
     let home = tempfile::tempdir().unwrap();
     let (log, folder) = (home.path().join("log"), home.path().join("folder"));
     fs::create_dir(&folder).unwrap();

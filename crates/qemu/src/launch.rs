@@ -51,7 +51,7 @@ pub struct Launch {
     pub accelerator: Accelerator,
     /// A machine type with a version, so that any newer QEMU can take over.
     pub machine_type: String,
-    /// What the guest boots from.
+    /// The source that the guest boots from.
     pub boot: Boot,
     /// Disks, in PCI slot order.
     pub disks: Vec<DiskDevice>,
@@ -76,7 +76,7 @@ pub struct Launch {
     pub sandbox: bool,
     /// User that QEMU changes to after its start.
     pub run_as: Option<String>,
-    /// What to do when the watchdog expires. None: no watchdog device.
+    /// Reaction to an expired watchdog. None: no watchdog device.
     pub watchdog: Option<WatchdogAction>,
     /// VM generation ID for the guest, a GUID. None: no such device.
     pub vmgenid: Option<String>,
@@ -88,7 +88,7 @@ pub struct Launch {
     pub extra_args: Vec<String>,
 }
 
-/// What the guest boots from.
+/// The source that the guest boots from.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 #[allow(missing_docs, reason = "the variants describe their fields")]
@@ -99,7 +99,7 @@ pub enum Boot {
     Firmware { code: Option<PathBuf>, vars: Option<PathBuf> },
 }
 
-/// What QEMU does when the watchdog expires.
+/// QEMU's reaction to an expired watchdog.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WatchdogAction {
     /// Stops the guest; its keeper does the rest.

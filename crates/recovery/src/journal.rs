@@ -498,7 +498,7 @@ mod tests {
             if serde_json::to_value(&note).unwrap() == fields {
                 written.push(note.clone());
             }
-            // What is written means the same to whoever reads it.
+            // A note means the same to every reader.
             let again: GuestNote = serde_json::from_value(serde_json::to_value(&note).unwrap()).unwrap();
             assert_eq!(again, note);
         }
@@ -563,7 +563,7 @@ mod tests {
     }
 
     #[test]
-    fn unknown_versions_and_torn_files_are_refused_by_name() {
+    fn unknown_versions_and_torn_files_are_refused() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("journal.json");
         fs::write(&path, r#"{"version": 9, "future": true}"#).unwrap();

@@ -37,7 +37,7 @@ const LASTED_MAX: Duration = Duration::from_secs(1);
 /// Interval between checks, because no event announces that time has passed.
 const LOOK_AGAIN: Duration = Duration::from_millis(20);
 
-/// Who needs a request, most urgent first.
+/// Purposes of a request, most urgent first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Urgency {
     /// A caller that waits, such as a guest's page fault.

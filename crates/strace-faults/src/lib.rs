@@ -9,7 +9,7 @@ use std::fs;
 use std::path::Path;
 use std::process::{Command, Output};
 
-/// What of a child is traced.
+/// Selects the calls of a child that are traced.
 #[derive(Clone, Copy, Debug)]
 pub struct Strace<'a> {
     /// Names of the calls.

@@ -377,8 +377,8 @@ impl TestVm {
         }
     }
 
-    /// What `hearth status NAME --json` prints; null if that is an error. A keeper is asked directly: starting the command takes
-    /// many times the processor time, and other machines need it during a long wait.
+    /// The answer of `hearth status NAME --json`, or null for an error. A keeper is asked directly: starting the command takes many
+    /// times the processor time, and other machines need it during a long wait.
     fn status_or_null(&self) -> Result<Value> {
         let answer = get(&self.api_socket(), "/v1/status").unwrap_or_default();
         if let Some(status) = serde_json::from_str::<Value>(&answer).ok().filter(|status| status["state"].is_string()) {

@@ -44,7 +44,7 @@ fn host_reload(vm: &TestVm, verb: &str, options: &[&str]) -> Result<()> {
 }
 
 #[test]
-fn write_cache_stays_off_in_each_qemu_of_a_guest() -> Result<()> {
+fn write_cache_stays_off_in_every_qemu() -> Result<()> {
     let home = tempfile::tempdir().expect("a folder");
     let image = new_image(home.path());
     let vm = TestVm::busybox("cache").disk(Disk::in_place(&image).setting("format", "qcow2")).boot()?;

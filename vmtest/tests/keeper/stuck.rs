@@ -56,13 +56,13 @@ fn keeper_ends_and_the_next_takes_over(vm: &TestVm, thread: &str, hang: impl FnO
 }
 
 #[test]
-fn hung_main_loop_ends_its_keeper_and_not_its_guest() -> Result<()> {
+fn hung_main_loop_ends_only_its_keeper() -> Result<()> {
     let vm = watched("main-hangs", "40")?;
     keeper_ends_and_the_next_takes_over(&vm, "main", hang_main_loop)
 }
 
 #[test]
-fn hung_disk_thread_ends_its_keeper_and_not_its_guest() -> Result<()> {
+fn hung_disk_thread_ends_only_its_keeper() -> Result<()> {
     let vm = watched("disk-hangs", "20")?;
     keeper_ends_and_the_next_takes_over(&vm, "disk-disk0", |vm| hang_disk(vm, "disk0"))
 }
@@ -83,7 +83,7 @@ fn machine_has_stopped(vm: &TestVm, before: u64) -> Result<()> {
 }
 
 #[test]
-fn forced_stop_ends_a_machine_whose_main_loop_hangs() -> Result<()> {
+fn forced_stop_works_while_main_loop_hangs() -> Result<()> {
     let vm = watched("stop-hangs", "10")?;
     let before = last_sequence(&vm);
     hang_main_loop(&vm);

@@ -8,7 +8,7 @@ use rustix::process::Pid;
 
 use super::verify;
 
-/// What a machine keeps for guest memory that is still arriving.
+/// A machine's resources for guest memory that is still arriving.
 #[derive(Debug, PartialEq, Eq)]
 struct Kept {
     userfaultfds: usize,

@@ -181,7 +181,7 @@ fn guest_is_restored_from_any_vendors_store() -> Result<()> {
 
 /// Each clone's disk is an image over its snapshot's, which is in a folder or fetched from the store.
 #[test]
-fn clones_of_clones_are_saved_with_all_base_images() -> Result<()> {
+fn cloned_clones_save_all_base_images() -> Result<()> {
     let stand = Stand::new();
     let vm = stand.machine(TestVm::busybox("chain").disk(Disk::ext4(64)))?;
     let (nonce, folder) = (vm.nonce()?, vm.folder().join("snapshot"));

@@ -72,7 +72,7 @@ fn each_restore_mode_returns_the_same_guest() -> Result<()> {
 }
 
 #[test]
-fn two_clones_run_side_by_side_on_own_disks() -> Result<()> {
+fn two_clones_run_on_own_disks() -> Result<()> {
     let vm = TestVm::busybox("two").disk(Disk::empty(32)).boot()?;
     let (nonce, snapshot) = (vm.nonce()?, vm.folder().join("snapshot"));
     fill(&vm, 16)?;

@@ -90,7 +90,7 @@ fn keeper_answers_at_each_step_of_a_park() {
 }
 
 #[test]
-fn park_that_is_called_off_lets_its_guest_shut_down() {
+fn cancelled_park_lets_guest_shut_down() {
     let bed = Bed::make();
     let mut keeper = bed.running();
     assert!(parks_until(&bed, &keeper, 4));
@@ -119,7 +119,7 @@ fn guest_that_crashes_during_a_park_recovers() {
 }
 
 #[test]
-fn keeper_answers_at_each_step_of_a_save_and_a_paused_dump() {
+fn keeper_answers_during_save_and_paused_dump() {
     let bed = Bed::make();
     let folder = |number: usize| format!(r#"{{"folder": {:?}}}"#, bed.path(&format!("save-{number}")));
     let save = ("/v1/save", &folder as &dyn Fn(usize) -> String);

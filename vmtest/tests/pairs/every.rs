@@ -97,7 +97,7 @@ impl Operation {
     }
 }
 
-/// What happens once the second operation has begun.
+/// Event after the second operation has begun.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Then {
     Nothing,

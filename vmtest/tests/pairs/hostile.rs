@@ -124,7 +124,7 @@ fn play(bed: &Bed, seed: u64) -> Result<(), String> {
             return Err(format!("no answer after {path}"));
         }
     }
-    // Whatever the guest's state is, the operator's request counts.
+    // The operator's request counts in any state of the guest.
     let mut answer = None;
     if !wait(ANSWERS_WITHIN, || {
         // A keeper that is being replaced answers 503: ask again.

@@ -69,7 +69,7 @@ fn status_is_answered_during_a_hops_launch() {
 }
 
 #[test]
-fn what_would_disturb_a_hops_launch_is_refused() {
+fn orders_during_hop_launch_are_refused() {
     let bed = Bed::make();
     let mut keeper = bed.running();
     begin_slow_hop(&bed, &keeper);

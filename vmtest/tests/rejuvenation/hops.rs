@@ -1,4 +1,4 @@
-//! What survives a hop: memory, processes, disks under load, console, clock, several processors; with both QEMU versions.
+//! A hop keeps memory, processes, disks under load, console, clock, several processors; with both QEMU versions.
 
 use std::time::Instant;
 

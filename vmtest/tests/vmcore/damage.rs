@@ -165,11 +165,11 @@ fn check_damage_to(kernel: Kernel) -> Result<()> {
 }
 
 #[test]
-fn damage_to_linux_6_1_never_costs_a_page() -> Result<()> {
+fn damaged_linux_6_1_keeps_every_page() -> Result<()> {
     check_damage_to(Kernel::Stable)
 }
 
 #[test]
-fn damage_to_linux_6_12_never_costs_a_page() -> Result<()> {
+fn damaged_linux_6_12_keeps_every_page() -> Result<()> {
     check_damage_to(Kernel::Newer)
 }

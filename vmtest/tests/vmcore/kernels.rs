@@ -73,7 +73,7 @@ fn soft_offlined_pages_are_recognised() -> Result<()> {
 
 /// The first kernel's memory is mostly unchanged after kexec; only the processors' registers show that it no longer runs.
 #[test]
-fn kernel_left_by_kexec_is_not_mistaken_for_guest() -> Result<()> {
+fn old_kernel_after_kexec_is_ignored() -> Result<()> {
     let (home, next) = (tempfile::tempdir().unwrap(), artifacts::busybox_on(Kernel::Newer)?);
     let file =
         |path: &str, of: &std::path::Path| images::File { path: path.into(), contents: std::fs::read(of).unwrap() };

@@ -126,7 +126,7 @@ fn check_busybox(kernel: Kernel, mib: u64, levels: &[u8]) -> Result<()> {
 
 #[test]
 #[ignore = "make test-vmcore"]
-fn linux_6_1_classes_match_makedumpfile_at_every_level() -> Result<()> {
+fn linux_6_1_classes_match_makedumpfile() -> Result<()> {
     check_busybox(Kernel::Stable, 512, &(0..32).collect::<Vec<_>>())
 }
 

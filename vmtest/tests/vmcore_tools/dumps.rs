@@ -118,7 +118,7 @@ fn every_panic_is_found_in_its_dump() -> Result<()> {
 
 #[test]
 #[ignore = "make test-vmcore"]
-fn a_panic_of_linux_6_12_is_found_in_its_dump() -> Result<()> {
+fn dump_shows_linux_6_12_panic() -> Result<()> {
     check_traces(Linux::Newer, Panic::NullPointer)
 }
 

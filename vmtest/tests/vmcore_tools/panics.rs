@@ -15,7 +15,7 @@ pub enum Panic {
     Nmi,
 }
 
-/// What the dump must show.
+/// Facts that the dump must show.
 pub struct Traces {
     /// Text of a line in the kernel's log.
     pub log: &'static str,

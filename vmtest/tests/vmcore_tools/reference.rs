@@ -56,6 +56,6 @@ fn every_panic_is_found_in_qemus_dump() -> Result<()> {
 
 #[test]
 #[ignore = "make test-vmcore"]
-fn panic_of_linux_6_12_is_found_in_qemus_dump() -> Result<()> {
+fn qemus_dump_shows_linux_6_12_panic() -> Result<()> {
     check(Linux::Newer, Panic::NullPointer)
 }

@@ -42,7 +42,7 @@ fn reused_page_frames_are_never_served() -> Result<()> {
 /// Files whose new contents are only in the journal, while the guest also holds clean pages of their old blocks. The next mount
 /// replays the journal, which makes those pages stale.
 #[test]
-fn blocks_changed_by_a_journal_replay_are_served_new() -> Result<()> {
+fn blocks_changed_by_journal_replay_are_new() -> Result<()> {
     let vm = ext4("replay", SHELF).memory_mib(512).boot()?;
     shelf::mount(&vm, "data=journal")?;
     SHELF.verify(&vm)?;

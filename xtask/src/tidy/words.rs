@@ -19,7 +19,7 @@ fn lines_with(text: &str, word: &str) -> Vec<usize> {
 }
 
 #[test]
-fn no_file_names_the_machine_it_was_written_on() {
+fn files_do_not_name_their_machine() {
     let mut found = Vec::new();
     for file in all_files() {
         // Images and other binary files have no words.

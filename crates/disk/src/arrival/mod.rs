@@ -6,8 +6,8 @@
 //!                                              next --> brought --> land: checked, written, readers go on --> noted
 //! nobody: from where one was wanted last, up --/            \--> failed: readers wait on, or are told why
 //! ```
-//! What has landed is noted beside the file (`note`), so that whoever opens it later goes on from there. When all has landed, the
-//! note is removed and the file is a normal one.
+//! Arrived blocks are noted beside the file (`note`), so that the next process to open it continues from there. When all have
+//! arrived, the note is removed and the file is a normal one.
 
 mod note;
 
@@ -40,7 +40,7 @@ const NOTED_TOGETHER: usize = 32;
 /// Time after which permission to bring more is asked for again.
 const LOOK_AGAIN: Duration = Duration::from_millis(50);
 
-/// What happens to a reader of bytes that have not arrived.
+/// Treatment of a read of bytes that have not arrived.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Conduct {
     /// It gets an error: nobody brings anything.

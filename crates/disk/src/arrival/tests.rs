@@ -157,7 +157,7 @@ fn torn_note_costs_only_another_fetch() {
     assert_eq!(missing(&torn), 6, "torn");
     assert_eq!(missing(&[&noted[..], &[0xff; 200]].concat()), 4, "rubbish behind it");
     assert_eq!(missing(&bare), 8);
-    // What it begins with is never taken as it stands.
+    // An altered note is never believed.
     for place in [0, 9, 17, 25, 40, 60, bare.len() - 1] {
         let mut altered = noted.clone();
         altered[place] ^= 1;
@@ -286,7 +286,7 @@ fn overlays_wait_for_arriving_bytes() {
         reader.read_at(&mut bytes, place).map(|()| bytes.to_vec())
     };
     let expect = &stand.content[place as usize..][..1024];
-    // Who knows nothing of it.
+    // Readers that do not know of the backfill.
     for (path, format) in [(&top, Format::Qcow2), (&stand.path(), Format::Raw)] {
         let refused = read(&ImageReader::open(path, format).unwrap()).unwrap_err().to_string();
         assert!(refused.contains("nobody brings it"), "{refused}");
@@ -326,7 +326,7 @@ fn overlays_wait_for_arriving_bytes() {
 }
 
 #[test]
-fn reads_that_wait_behind_another_are_wanted_at_once() {
+fn queued_reads_are_requested_at_once() {
     let stand = Stand::new();
     let top = stand.folder.path().join("top.qcow2");
     create_overlay_over_arriving(&top, &stand.path(), "raw").unwrap();

@@ -190,7 +190,7 @@ impl BootSet {
         }
     }
 
-    /// What the next boot will read if it is like the last one, and how the current or last boot went.
+    /// The blocks that the next boot will read if it is like the last one, and how the current or last boot went.
     pub fn plan(&self) -> Plan {
         let state = self.lock();
         let mut plan = state.tally.plan();

@@ -79,7 +79,7 @@ impl State {
         let rest = self.free.filled.len().saturating_sub(most);
         let mut given = 0;
         for slot in self.free.filled.split_off(rest) {
-            // What is not given back now is used again, or given back after the next boot.
+            // A slot that is not given back now is used again, or given back after the next boot.
             given += usize::from(self.pages.give_back(slot).is_ok());
             self.release(slot);
         }
@@ -167,7 +167,7 @@ mod tests {
     }
 
     #[test]
-    fn overwritten_zeroes_take_the_page_of_an_older_boot() {
+    fn overwritten_zeroes_take_older_boots_page() {
         let (_folder, set) = set();
         read(&set, 0..PAGES, 7);
         set.ready();

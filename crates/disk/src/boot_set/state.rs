@@ -18,7 +18,7 @@ use crate::tag::{Tag, Tagger};
 const BOOTS_WITHOUT: usize = 4;
 /// Bytes for a slot of a hash table that has just grown. There may be as many hot blocks as members.
 const TABLE_BYTES_PER_SLOT: usize = ((size_of::<(Key, Member)>() + 1 + size_of::<(Key, u32)>() + 1) * 16).div_ceil(7);
-/// What the lists need for a slot at most: members and heat, victims, free slots, which of them are filled, the ledger's index.
+/// Most bytes that the lists need for a slot: members, heat, victims, free slots, which of them are filled, the ledger's index.
 pub(super) const LIST_BYTES_PER_SLOT: u64 =
     (TABLE_BYTES_PER_SLOT + size_of::<Key>() + 4 * size_of::<u32>() + 1 + 6) as u64;
 /// Marks a block in the ledger that no boot has read. A machine has fewer disks.
@@ -170,7 +170,7 @@ impl State {
         self.victims = Vec::new();
     }
 
-    /// What the ledger names counts as read by the last boot, unless it says that no boot has read it.
+    /// A block in the ledger counts as read by the last boot, unless the ledger says that no boot has read it.
     fn adopt(&mut self, tagger: &Tagger) {
         let mut entries: Vec<_> = self.ledger.entries().collect();
         entries.sort_by(|one, other| self.ledger.older_first(one.age, other.age));

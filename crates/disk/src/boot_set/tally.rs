@@ -163,7 +163,7 @@ pub struct PlannedRun {
     pub held: bool,
 }
 
-/// What a boot set holds for the next boot, and how the last one went.
+/// A boot set's contents for the next boot, and how the last one went.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Plan {
     /// Whether the boot is still going on.
@@ -272,7 +272,7 @@ mod tests {
     const DISK: DiskId = DiskId(0);
 
     #[test]
-    fn what_is_read_late_is_counted_by_part() {
+    fn late_reads_are_counted_by_part() {
         let mut tally = Tally::default();
         let parts = [10..20, 30..40];
         tally.later(DISK, 12, |phase| phase.hits += 1);
@@ -299,7 +299,7 @@ mod tests {
     }
 
     #[test]
-    fn the_time_of_an_answer_is_known_to_a_step() {
+    fn answer_time_is_known_to_one_step() {
         let mut answers = Answers::default();
         assert_eq!(answers.us(50.0), None);
         for (us, in_line, beside_writes) in

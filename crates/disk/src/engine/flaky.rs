@@ -18,7 +18,7 @@ use rustix::time::{
 use super::notify::Doorbell;
 use super::{Completion, Engine, Operation, Submission};
 
-/// What happens to one operation.
+/// The fault that one operation meets.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fault {
     /// Does not reach the image until released.
@@ -481,7 +481,7 @@ mod tests {
     }
 
     #[test]
-    fn failures_miss_the_image_and_tears_hit_in_part() {
+    fn failed_writes_change_nothing_torn_ones_part() {
         let mut rig = rig();
         rig.plan.on(0, Fault::Fail(libc::ENOSPC));
         rig.plan.on(1, Fault::Tear { bytes: 1000, errno: libc::EIO });
@@ -512,7 +512,7 @@ mod tests {
     }
 
     #[test]
-    fn a_delayed_operation_wakes_the_caller_when_it_is_due() {
+    fn delayed_operation_wakes_caller_when_due() {
         let mut rig = rig();
         rig.plan.on(0, Fault::Delay(Duration::from_millis(3)));
         let started = Instant::now();

@@ -16,7 +16,7 @@ pub(crate) mod transfer;
 pub(crate) mod uring;
 mod worker;
 
-/// What to do with a range of the image.
+/// Operation on a range of the image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Operation {
     /// Image -> the first `bytes` of the slot.
@@ -53,7 +53,7 @@ impl Operation {
 pub struct Submission {
     /// Comes back in the completion; the engine gives it no meaning.
     pub token: u64,
-    /// What to do.
+    /// Operation to carry out.
     pub operation: Operation,
     /// Bytes from the start of the virtual disk.
     pub offset: u64,

@@ -14,7 +14,7 @@ use super::{Completion, Engine, Operation, Submission};
 use crate::buffer::{BufferPool, Slot};
 
 const IMAGE_BYTES: usize = 4 << 20;
-/// What tests cut their pools into, without taking anything.
+/// The slot size of the tests' pools. Takes no memory by itself.
 pub(crate) const SLOT_BYTES: usize = 128 << 10;
 
 pub(crate) fn pool_of(slots: usize) -> Arc<BufferPool> {
@@ -187,7 +187,7 @@ fn random_operations_leave_what_a_model_holds() {
 }
 
 #[test]
-fn reads_past_the_end_of_the_file_are_zeroes() {
+fn reads_past_end_of_file_are_zeroes() {
     each_engine(|Rig { name, mut engine, pool, file }| {
         file.write_all_at(&[0xee; 4096], IMAGE_BYTES as u64 - 4096).unwrap();
         for (offset, held) in [(IMAGE_BYTES - 4096, 4096), (IMAGE_BYTES, 0), (IMAGE_BYTES - 512, 512)] {
@@ -308,7 +308,7 @@ fn engine_moves_between_threads() {
 }
 
 #[test]
-fn what_is_in_flight_ends_before_the_engine() {
+fn engine_ends_after_its_operations() {
     each_engine(|Rig { name, mut engine, pool, file }| {
         for slot in 0..8 {
             fill(&pool, slot_at(slot), SLOT_BYTES, &mut Noise(9));

@@ -84,7 +84,7 @@ pub(super) enum Call {
     SyncData,
 }
 
-/// What follows an ended call.
+/// The next step after a call has ended.
 #[derive(Debug)]
 pub(super) enum Next {
     Call(Call),
@@ -93,7 +93,7 @@ pub(super) enum Next {
     Done(io::Result<()>),
 }
 
-/// What the current call is for.
+/// Purpose of the current call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Purpose {
     /// Between the image and the slot (or the zeroes).

@@ -16,7 +16,7 @@ use super::order::Order;
 use super::transfer::Job;
 use super::{Completion, Engine, Operation, Submission};
 
-/// What a worker does with a job, blocking.
+/// Carries out jobs for a worker, and blocks meanwhile.
 pub(super) trait Perform: Send + 'static {
     fn perform(&mut self, job: Job) -> Outcome;
 
@@ -285,7 +285,7 @@ mod tests {
     const WRITE: Operation = Operation::Write(SLOT);
 
     #[test]
-    fn a_panic_fails_the_image_and_not_the_caller() {
+    fn panic_fails_the_image_not_the_caller() {
         let (mut engine, dropped) = engine(None);
         assert_eq!(run(&mut engine, &[(READ, 0), (WRITE, 0)]), [true, true]);
         assert_eq!(run(&mut engine, &[(READ, 13)]), [false]);

@@ -95,7 +95,7 @@ impl State {
     }
 }
 
-/// What to do about a granule.
+/// The next step for a granule.
 enum Next {
     /// It is copied, or need not be.
     Done,
@@ -319,7 +319,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_written_meanwhile_is_not_in_the_copy() {
+    fn later_writes_are_not_in_the_copy() {
         let stand = Stand::new();
         let before = stand.read("image");
         let frozen = stand.freeze();

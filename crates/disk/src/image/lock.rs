@@ -1,7 +1,7 @@
 //! Image locks, byte for byte those of QEMU's file driver (block/file-posix.c), so that a stock QEMU or qemu-img and
 //! Hearth refuse each other.
 //!
-//! Who uses a permission holds a shared lock on byte 100 + permission; who does not let others have it, on byte
+//! A process that uses a permission holds a shared lock on byte 100 + permission; one that denies it to others, on byte
 //! 200 + permission. First take all of one's own, then look whether somebody holds the counterpart:
 //!
 //! ```text

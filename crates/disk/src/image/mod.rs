@@ -2,7 +2,7 @@
 //!
 //! path -> kind of file -> format -> lock (as QEMU locks) -> size, alignment -> engine: io_uring, else worker threads
 //!
-//! What is not available (O_DIRECT on tmpfs, io_uring in a container) is replaced by the next best and named by `describe`;
+//! A missing feature (O_DIRECT on tmpfs, io_uring in a container) is replaced by the next best and named by `describe`;
 //! it is never an error by itself.
 
 use std::fs::{self, File};
@@ -111,7 +111,7 @@ pub enum ImageError {
     Engine { path: PathBuf, source: io::Error },
 }
 
-/// What happens to changes that an earlier process has noted and not written into the image.
+/// Treatment of changes that an earlier process has noted and not written into the image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Unwritten {
     /// They count: the guest that was told they were written still lives.

@@ -117,7 +117,7 @@ mod tests {
     }
 
     #[test]
-    fn device_numbers_do_not_count_and_all_else_does() {
+    fn all_but_device_numbers_is_compared() {
         let image = tempfile::NamedTempFile::new().unwrap();
         let note = ImageNote::of(image.path()).unwrap().unwrap();
         assert!(note.is_still(&ImageNote { device: 99, ..note.clone() }));
@@ -133,7 +133,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_in_the_place_of_another_is_told_apart() {
+    fn replaced_file_is_recognised() {
         let folder = tempfile::tempdir().unwrap();
         let [image, other] = ["image", "other"].map(|name| folder.path().join(name));
         [&image, &other].into_iter().for_each(|path| fs::write(path, "same").unwrap());

@@ -126,7 +126,7 @@ impl ImageReader {
     }
 }
 
-/// Whoever panicked with it has changed nothing.
+/// A thread that panicked with the lock has changed nothing.
 fn lock(chain: &Mutex<Chain>) -> MutexGuard<'_, Chain> {
     chain.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -201,7 +201,7 @@ mod tests {
             found
         };
         assert_eq!(look(), [3, 200, 300, 600]);
-        // What is zeroes by an image above is not looked for below.
+        // A range that an upper image has as zeroes is not looked up below.
         write(&top, 200 * MIB, true);
         assert_eq!(look(), [3, 300, 600]);
         let raw = ImageReader::open(&base, Format::Raw).unwrap();

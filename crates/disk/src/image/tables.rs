@@ -55,7 +55,7 @@ struct State {
     held: BTreeMap<u64, Held>,
     /// Parts of `held` that are not in the log yet.
     unsettled: BTreeSet<u64>,
-    /// What the image holds, as far as it is known.
+    /// The image's contents, as far as they are known.
     clean: HashMap<u64, Box<[u8]>>,
     layout: Layout,
     log: Option<TableLog>,
@@ -132,7 +132,7 @@ impl Tables {
                 Some(held) if *held.bytes == *bytes => continue,
                 Some(held) => held.before,
                 None => match self.in_image(&mut state, unit)? {
-                    // What lies behind the file's end must be there once it is named.
+                    // A unit behind the file's end must be there once it is named.
                     same if *same == *bytes && unit < file_bytes => continue,
                     other => checksum(other),
                 },
@@ -147,7 +147,7 @@ impl Tables {
         Ok(())
     }
 
-    /// What was written so far fits together, and will outlive this process.
+    /// Makes all writes so far consistent, and lets them outlive this process.
     pub fn settle(&self) -> io::Result<()> {
         let mut state = self.state();
         let State { held, unsettled, log, .. } = &mut *state;
@@ -164,7 +164,7 @@ impl Tables {
         self.commit_if_large(&mut state)
     }
 
-    /// What was written so far fits together, and will survive a power cut, with all data.
+    /// Makes all writes so far consistent, and lets them survive a power cut, with all data.
     pub fn commit(&self) -> io::Result<()> {
         self.commit_held(&mut self.state())
     }
@@ -205,7 +205,7 @@ impl Tables {
         (offset..).step_by(self.unit_bytes as usize)
     }
 
-    /// What the image holds of a unit that is not held.
+    /// The image's contents of a unit that is not held.
     fn in_image<'a>(&self, state: &'a mut State, unit: u64) -> io::Result<&'a [u8]> {
         if !state.clean.contains_key(&unit) {
             let mut bytes = vec![0; self.unit_bytes as usize];
@@ -338,7 +338,7 @@ impl Committer {
     }
 }
 
-/// What is held together of the tables of such an image.
+/// Bytes of such an image's tables that are held as one unit.
 pub(super) fn unit_bytes(cluster_bytes: u64) -> u64 {
     cluster_bytes.min(UNIT_BYTES_MAX)
 }

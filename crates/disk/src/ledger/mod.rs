@@ -35,7 +35,7 @@ const AGES_PER_TURNOVER: u32 = 256;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Age(pub u16);
 
-/// What one page of guest RAM holds of a disk.
+/// The disk block that one page of guest RAM holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Entry {
     /// The page.

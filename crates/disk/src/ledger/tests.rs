@@ -116,7 +116,7 @@ proptest! {
 }
 
 #[test]
-fn a_full_ledger_works_and_costs_at_most_24_bytes_a_page() {
+fn full_ledger_takes_24_bytes_a_page() {
     let pages = 100_003;
     let (_folder, mut ledger) = new_ledger(pages);
     for page in 0..pages {
@@ -150,9 +150,9 @@ fn an_untouched_ledger_takes_no_space() {
 }
 
 #[test]
-fn a_full_folder_costs_entries_and_not_the_keeper() {
+fn full_folder_costs_entries_only() {
     // Room for the head and two parts of four.
-    let Some(small) = Small::new("a_full_folder_costs_entries_and_not_the_keeper", "size=12k") else { return };
+    let Some(small) = Small::new("full_folder_costs_entries_only", "size=12k") else { return };
     let path = small.path().join("ledger");
     let mut ledger = Ledger::create(&path, 1024).unwrap();
     let record_all = |ledger: &mut Ledger| {
@@ -195,7 +195,7 @@ fn keeper_killed_anywhere_leaves_no_false_entry() {
 }
 
 #[test]
-fn a_new_place_of_a_block_voids_the_old_one() {
+fn new_page_of_block_voids_old_one() {
     let (_folder, mut ledger) = new_ledger(10);
     ledger.record(RamPage(1), DISK, 5, Tag(1));
     ledger.record(RamPage(2), DISK, 5, Tag(2));
@@ -204,7 +204,7 @@ fn a_new_place_of_a_block_voids_the_old_one() {
 }
 
 #[test]
-fn what_cannot_be_recorded_is_forgotten() {
+fn unrecordable_blocks_are_forgotten() {
     let (_folder, mut ledger) = new_ledger(10);
     ledger.record(RamPage(1), DISK, 5, Tag(1));
     ledger.record(RamPage(1), DISK, BLOCK_MAX + 1, Tag(2));
@@ -298,7 +298,7 @@ fn damaged_files_are_refused_by_name() {
 }
 
 #[test]
-fn a_ledger_is_not_made_over_another_nor_for_no_ram() {
+fn ledger_needs_new_file_and_ram() {
     let (_folder, ledger) = new_ledger(10);
     assert!(matches!(
         Ledger::create(ledger.path(), 10).map(|_| ()),

@@ -111,7 +111,7 @@ impl Engine for NvramEngine {
 }
 
 impl Drop for NvramEngine {
-    /// What is not mirrored yet is written before this returns.
+    /// Writes everything that is not mirrored yet before this returns.
     fn drop(&mut self) {
         if let (Some(mirror), Some(thread)) = (&self.mirror, self.thread.take()) {
             mirror.stop();

@@ -75,7 +75,7 @@ mod tests {
     }
 
     #[test]
-    fn its_file_is_in_memory_or_is_the_mirror() {
+    fn pmem_file_is_in_memory_or_mirror() {
         for (mirrored, name, again) in [(false, "nvram-log", Origin::Memory), (true, "mirror", Origin::Mirror)] {
             let folder = tempfile::tempdir().unwrap();
             let options = options(&folder, mirrored);
@@ -94,7 +94,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_that_a_disk_has_left_is_not_forgotten() {
+    fn memory_left_by_a_disk_is_kept() {
         let folder = tempfile::tempdir().unwrap();
         let options = options(&folder, true);
         let (disk, _) = Nvram::open(&options).unwrap();

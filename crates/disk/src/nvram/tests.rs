@@ -186,7 +186,7 @@ fn unwritable_mirror_fails_the_flush() {
 }
 
 #[test]
-fn what_does_not_fit_is_told() {
+fn wrong_sizes_are_reported() {
     let bench = Bench::new(Some(MirrorPolicy::Sync));
     let check = |options: &NvramOptions, expect: &str| {
         let error = Nvram::open(options).err().expect("it does not fit").to_string();
@@ -218,7 +218,7 @@ fn a_mirror_is_a_file() {
 
 /// A device that is made does not take what belongs to one whose name ends alike.
 #[test]
-fn names_that_end_alike_have_files_of_their_own() {
+fn names_with_equal_ends_have_own_files() {
     let folder = tempfile::tempdir().unwrap();
     let names = ["log.2", "log.3", "log.old"];
     let options = |name: &str| NvramOptions {

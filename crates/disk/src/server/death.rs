@@ -15,14 +15,14 @@ enum State {
     Dead(String),
 }
 
-/// What the thread and its owner share.
+/// State shared by the thread and its owner.
 #[derive(Default)]
 pub struct Death(Mutex<State>);
 
 impl Death {
     /// Runs the thread's work; an error or a panic is its death.
     pub fn of(&self, work: impl FnOnce() -> Result<(), String>) {
-        // What the work owned is dropped on the way, and nobody else sees it.
+        // The work's own values are dropped on the way, and nobody else sees them.
         let why = match catch_unwind(AssertUnwindSafe(work)) {
             Ok(Ok(())) => return,
             Ok(Err(why)) => why,

@@ -177,7 +177,7 @@ mod tests {
         File::open(path).unwrap().into()
     }
 
-    /// What a descriptor passes for: event counter, guest memory, sealed memory, socket.
+    /// Checks which kinds a descriptor is accepted as: event counter, guest memory, sealed memory, socket.
     #[track_caller]
     fn check(make: impl Fn() -> OwnedFd, expected: [bool; 4]) {
         let foreign = || ForeignFd::from(make());

@@ -97,7 +97,7 @@ fn check_chain(memory: &[u8]) -> Result<usize, TestCaseError> {
             let walked = with_ceiling(FOREIGN_BYTES_MAX, || walk(table, head, &read, &mut descriptors));
             prop_assert!(descriptors.len() <= LIMIT);
             prop_assert!(head < ENTRIES || walked.is_err());
-            // What was found before a fault is judged as well: it must not hurt either.
+            // Descriptors found before a fault are parsed as well: they must not hurt either.
             for (read_only, discard) in [(false, true), (true, false)] {
                 let bounds = Bounds { bytes: 1 << 20, read_only, discard };
                 let parsed = with_ceiling(FOREIGN_BYTES_MAX, || parse(&descriptors, bounds, &read, Vec::new()));
@@ -111,7 +111,7 @@ fn check_chain(memory: &[u8]) -> Result<usize, TestCaseError> {
     Ok(accepted)
 }
 
-/// What the rest of the server relies on.
+/// Properties that the rest of the server relies on.
 fn check_request(request: &Request, descriptors: &[Descriptor], bounds: Bounds) -> Result<(), TestCaseError> {
     prop_assert!(!bounds.read_only || !request.kind.changes_blocks());
     prop_assert!(bounds.discard || request.kind != Kind::Discard);

@@ -173,7 +173,7 @@ impl Inflight {
     pub fn resume(&mut self, queue: u16, used_index: u16) -> Vec<u16> {
         let recorded = self.head_u16(queue, 14).load(Ordering::Acquire);
         let mut head = self.head_u16(queue, 12).load(Ordering::Relaxed);
-        // What was answered, but not yet marked so. A new region differs by any number and has no heads in flight.
+        // Requests that were answered, but not yet marked so. A new region differs by any number and has no heads in flight.
         for _ in 0..used_index.wrapping_sub(recorded).min(self.queue_size) {
             if head >= self.queue_size {
                 break;
@@ -269,7 +269,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_not_answered_is_resumed_in_order() {
+    fn unanswered_requests_are_resumed_in_order() {
         let (mut first, again) = region(2, 8);
         assert!(first.resume(1, 100).is_empty());
         for head in [5, 2, 7, 0] {

@@ -80,7 +80,7 @@ impl GuestMap {
     /// Gives the mappings back in a thread of its own: 3 GiB that were in use take 0.15 s, and the next guest, or the other
     /// QEMU's, would wait for that.
     pub fn unmap_apart(self) {
-        // What no thread takes is given back here.
+        // If no thread can be started, the memory is unmapped here.
         let _ = std::thread::Builder::new().name("disk-unmap".into()).spawn(move || drop(self.regions));
     }
 
@@ -114,7 +114,7 @@ impl GuestMap {
             return true;
         }
         let mut admitted = true;
-        // What is not mapped takes no memory, and is refused where it is used.
+        // An unmapped range takes no memory, and is refused where it is used.
         let _ = self.each(address, bytes as usize, |region, offset, range| {
             let file = region.in_file(offset, range.len());
             admitted = admitted && self.gate_of(region).is_none_or(|gate| gate.keeper.admit(file));
@@ -131,7 +131,7 @@ impl GuestMap {
             return Ok(());
         }
         let mut brought = true;
-        // What is not mapped is refused where it is used.
+        // An unmapped range is refused where it is used.
         let _ = self.each(address, bytes, |region, offset, range| {
             let file = region.in_file(offset, range.len());
             brought = brought && self.gate_of(region).is_none_or(|gate| gate.keeper.bring(file));
@@ -216,7 +216,7 @@ impl GuestMap {
             self.mark(address, bytes as u64);
         }
         if let Some(log) = &self.write_log {
-            // What is not mapped was not written.
+            // An unmapped range was not written.
             let _ = self.each(address, bytes, |region, offset, range| {
                 if log.is_of(region.file.device, region.file.inode) {
                     log.mark(region.in_file(offset, range.len()));
@@ -392,7 +392,7 @@ mod tests {
     }
 
     #[test]
-    fn only_pages_of_the_tracked_file_have_a_number() {
+    fn only_pages_of_tracked_file_have_numbers() {
         let ram = file(0x4000);
         let stat = rustix::fs::fstat(&ram).unwrap();
         let mut map = GuestMap::default();

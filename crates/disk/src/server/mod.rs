@@ -107,7 +107,7 @@ pub struct DiskOptions {
     pub gate: Option<Gate>,
     /// Takes the disk's messages. Called by the disk's thread, so it must not wait.
     pub tell: Option<Tell>,
-    /// Who may connect, until `expect` says otherwise.
+    /// Processes that may connect, until `expect` says otherwise.
     pub expected: Expected,
     /// The guest has switched its write cache off, as was noted while another server had it. QEMU does not tell.
     pub write_through: bool,
@@ -464,7 +464,7 @@ impl DiskServer {
         self.counters.pulse.clone()
     }
 
-    /// What the disk has done so far.
+    /// The disk's counters so far.
     pub fn counters(&self) -> DiskCounters {
         self.counters.read()
     }
@@ -542,7 +542,7 @@ fn ask<T>(
     Ok(answer)
 }
 
-/// What was asked for is done all the same when the thread comes to it, and before anything that is asked for later.
+/// A command that timed out is still carried out when the thread comes to it, and before any later command.
 fn wait<T>(disk: &str, answer: &Receiver<T>) -> Result<T, ServerError> {
     let disk = || disk.to_owned();
     answer.recv_timeout(COMMAND_PATIENCE).map_err(|error| match error {

@@ -5,8 +5,8 @@
 //!                                                                                  \-> old starts them again: nothing happened
 //! ```
 //!
-//! Who starts queues serves. That is allowed to the one in waiting only while the other has none and no request is in
-//! flight: two QEMUs would otherwise answer one guest. A QEMU that tries is cut off.
+//! The QEMU that starts queues serves the guest. A QEMU in waiting may do so only while the other has no queues and no request
+//! is in flight: two QEMUs would otherwise answer one guest. A QEMU that tries is cut off.
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;

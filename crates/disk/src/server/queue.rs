@@ -57,7 +57,7 @@ pub struct Taken {
 pub struct Queue {
     index: u16,
     size: u16,
-    /// What is offered. Memory and time that a guest can take grow with it.
+    /// The size offered to the guest. Memory and time that a guest can take grow with it.
     size_max: u16,
     signaller: Rc<Signaller>,
     base: u16,

@@ -1,7 +1,7 @@
 //! Recorder: reports the blocks that pass through the server to ledger and warm memory.
 //!
-//! What becomes known is collected while a request is worked on and written to the ledger under one lock. What
-//! becomes void is written at once, before the change can reach the disk.
+//! Newly known blocks are collected while a request is worked on, and written to the ledger under one lock. Void blocks are
+//! written at once, before the change can reach the disk.
 
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};

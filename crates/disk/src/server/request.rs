@@ -115,7 +115,7 @@ pub fn parse(
     request.map_err(|(reason, answer)| refuse(reason, answer))
 }
 
-/// What the guest sends, what it wants filled, and the address of the last byte of that: the status.
+/// Splits a chain into the part that the guest sends, the part that it wants filled, and the status byte's address at its end.
 fn split(descriptors: &[Descriptor]) -> Result<(&[Descriptor], &[Descriptor], u64), Refusal> {
     let refuse = |reason| Refusal { reason, answer: None };
     let middle = descriptors.iter().position(|d| d.writable).ok_or(refuse("no room for a status byte"))?;
@@ -214,7 +214,7 @@ impl Frame<'_> {
         Ok(Request { kind, offset, bytes, data, status: self.status })
     }
 
-    /// What follows the header.
+    /// The data after the header.
     fn source_data(&self, data: &mut Vec<Segment>) {
         let mut skip = HEADER_BYTES as u32;
         for descriptor in self.source {
@@ -227,7 +227,7 @@ impl Frame<'_> {
         }
     }
 
-    /// What precedes the status byte.
+    /// The data before the status byte.
     fn target_data(&self, data: &mut Vec<Segment>) {
         data.extend(self.target.iter().map(|d| Segment { address: d.address, bytes: d.bytes }));
         if let Some(last) = data.last_mut() {
@@ -329,7 +329,7 @@ mod tests {
     }
 
     #[test]
-    fn reads_and_writes_stay_on_the_disk_and_whole() {
+    fn partial_sectors_and_out_of_range_are_refused() {
         let end = BOUNDS.bytes / SECTOR_BYTES;
         for (sector, bytes) in [(end, 512), (end - 1, 1024), (u64::MAX, 512), (u64::MAX / 512, 512), (0, 511)] {
             let read = [source(0x100, 16), target(0x900, bytes), target(0xb00, 1)];
@@ -385,7 +385,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_known_is_unsupported() {
+    fn unknown_requests_are_unsupported() {
         let descriptors = [source(0x100, 16), target(0x900, 512), target(0xb00, 1)];
         check_refused(&header(77, 0, None), &descriptors, BOUNDS, Some(Status::Unsupported));
         let read_only = Bounds { read_only: true, ..BOUNDS };

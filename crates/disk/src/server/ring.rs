@@ -134,7 +134,7 @@ impl Ring {
         Ok(memory.load_u16(self.place.available + 2, Ordering::Acquire)? != self.next_available)
     }
 
-    /// What was decided before is forgotten: the guest may not have been woken.
+    /// Forgets an earlier decision not to wake the guest: the guest may not have been woken.
     pub fn wake_in_any_case(&mut self) {
         self.decided_used = None;
     }
@@ -261,7 +261,7 @@ mod tests {
     }
 
     #[test]
-    fn a_wish_that_was_seen_too_late_counts_once() {
+    fn late_wake_up_request_counts_once() {
         let memory = memory();
         let mut ring = Ring::new(4, PLACE, true, 0, 0);
         assert_eq!(ring.wants_wake(&memory), Ok(true));
@@ -277,7 +277,7 @@ mod tests {
     }
 
     #[test]
-    fn the_guest_is_woken_when_it_wants_to_be() {
+    fn guest_is_woken_when_it_asks() {
         let memory = memory();
         let mut ring = Ring::new(4, PLACE, true, 0, 0);
         let used_event = 0x1000 + 4 + 8;

@@ -34,7 +34,7 @@ static PLACES: [Place; MAPPINGS_MAX] = [const {
     }
 }; MAPPINGS_MAX];
 
-/// What was done with the signal before.
+/// The signal's handler before ours.
 static BEFORE: OnceLock<libc::sigaction> = OnceLock::new();
 
 /// A mapping is looked after while this lives, which must not be longer than the mapping.

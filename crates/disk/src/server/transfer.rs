@@ -212,7 +212,7 @@ mod tests {
     }
 
     #[test]
-    fn data_is_cut_at_the_blocks_of_the_disk() {
+    fn data_is_cut_at_block_boundaries() {
         let request = request(512, &[(0, 12288)]);
         let data = vec![0; 12288 - 4096];
         let cut: Vec<_> = blocks(&request, 4096, &data).map(|(at, piece)| (at, piece.len())).collect();

@@ -45,7 +45,7 @@ impl Peer {
     }
 }
 
-/// Who may connect to a disk.
+/// Processes that may connect to a disk.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Expected {
     /// These processes.

@@ -446,7 +446,7 @@ impl AsFd for Channel {
 }
 
 impl Drop for Channel {
-    /// What lies in the socket unread may hold descriptors that hold up whoever closes them.
+    /// Unread messages in the socket may hold descriptors that hold up whoever closes them.
     fn drop(&mut self) {
         if let Some(stream) = self.stream.take() {
             // The other end sees it now.

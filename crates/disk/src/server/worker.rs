@@ -83,7 +83,7 @@ pub struct Handle {
 }
 
 impl Handle {
-    /// What the disk has done so far.
+    /// The disk's counters so far.
     pub fn counters(&self) -> DiskCounters {
         self.counters.read()
     }

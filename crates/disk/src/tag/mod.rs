@@ -2,7 +2,7 @@
 //!
 //! block -> NH, two passes (see `nh`) -> 128 bits -> POLYVAL -> 64 bits
 //!
-//! Whoever does not know the key makes two different blocks collide with probability 2^-63 a try: 2^-64 that NH already
+//! Without the key, two different blocks can be made to collide with probability 2^-63 a try: 2^-64 that NH already
 //! gives both the same 128 bits, and 2^-64 that POLYVAL (RFC 8452; here a single multiplication by a secret element of
 //! GF(2^128), cut to half) does so with different ones. No nonce is needed because tags never leave the host.
 //!

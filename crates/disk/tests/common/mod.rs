@@ -131,7 +131,7 @@ pub fn flaky(image: Image, plan: &Plan) -> Backing {
     Backing::with(image, |_, engine| Box::new(FlakyEngine::new(engine, plan.clone()).unwrap())).unwrap()
 }
 
-/// What a request is made of: guest address, length, for the device to write.
+/// One descriptor of a request: guest address, length, for the device to write.
 pub type Piece = (u64, u32, bool);
 
 struct Ring {
@@ -230,7 +230,7 @@ impl Guest {
         before
     }
 
-    /// What QEMU keeps of its requests, for whoever finds it among its descriptors.
+    /// QEMU's inflight region, for a keeper that finds it among QEMU's descriptors.
     pub fn inflight_file(&self) -> OwnedFd {
         let (_, file) = self.inflight.as_ref().expect("it is asked for when the guest connects");
         file.try_clone().unwrap().into()

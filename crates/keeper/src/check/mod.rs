@@ -27,7 +27,7 @@ mod tests;
 
 use life::Life;
 
-/// What the check is for.
+/// Purpose of the check.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Purpose {
     /// `hearth check`: only report.

@@ -133,7 +133,7 @@ fn wait(input: BorrowedFd<'_>, socket: &UnixStream, typing: bool) -> Result<(boo
 mod tests {
     use super::*;
 
-    /// What the guest got, what was shown, how it ended.
+    /// The guest's input, the console's output, and how it ended.
     fn check(input: &[u8], output: &[u8], terminal: bool, close: bool, expect: (&[u8], &[u8], End)) {
         let (mut hub, mut socket) = UnixStream::pair().unwrap();
         let (keyboard, mut fingers) = UnixStream::pair().unwrap();

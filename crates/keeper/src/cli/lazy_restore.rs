@@ -133,7 +133,7 @@ pub fn prepare(arguments: RestoreArguments, root: &RuntimeRoot) -> Result<(InFor
     Ok((in_force, folders, order))
 }
 
-/// What was set, and what `--forward` sets.
+/// The given settings, and those that `--forward` implies.
 fn with_forwards(typed: &ConfigFile, mut settings: Vec<Setting>, forward: Vec<String>) -> Vec<Setting> {
     if let Some(port) = typed.ready_port_through(&forward) {
         // First, so that an explicit `--set` of it counts.
@@ -364,7 +364,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn forward_moves_the_ready_port_unless_it_is_set() {
+    fn forward_moves_ready_port_unless_set() {
         let text = "name = \"web\"\nmemory = \"64MiB\"\n[boot]\nkernel = \"k\"\n[[nets]]\nforward = [\"8080:80\"]\n\
                     [remount]\nready = { port = 8080 }\n";
         let check = |set: &[&str], forward: &str, expect: &str| {

@@ -26,7 +26,7 @@ const FAREWELL_PATIENCE: Duration = Duration::from_secs(5);
 const CRASH_LOOK: Duration = Duration::from_millis(200);
 const FAREWELL_STEP: Duration = Duration::from_millis(5);
 
-/// What a request waits for.
+/// The goal that a request waits for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Goal {
     /// An incarnation with a greater number runs.
@@ -42,7 +42,7 @@ enum Goal {
     SaveOver,
 }
 
-/// What an event means for a goal.
+/// An event's meaning for a goal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Bearing {
     Reached,

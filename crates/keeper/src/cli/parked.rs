@@ -14,7 +14,7 @@ use super::text::{bytes, uptime};
 use crate::host_reload::Record;
 use crate::runtime_root::RuntimeRoot;
 
-/// What its files say about it.
+/// State of a parked guest, from its files.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct ParkedGuest {
     /// RFC 3339: when its last instruction ran.

@@ -138,7 +138,7 @@ fn add(records: &[EventRecord], boot_ms: f64, hops: &mut Vec<Span>, reboots: &mu
                 phases_ms = 0.0;
             }
             EventKind::IncarnationEnded { .. } => ended_ms = Some(at_ms),
-            // What follows is not part of a reboot's duration.
+            // The time after this is not part of a reboot's duration.
             EventKind::Started { .. } | EventKind::CrashLoop { .. } => ended_ms = None,
             EventKind::IncarnationStarted { .. } => {
                 phases_ms = 0.0;

@@ -122,7 +122,7 @@ fn obey(command: &Command, events: &EventLog) -> Result<Answer, ApiError> {
 }
 
 impl Fixture {
-    /// What the verb wrote, and how it ended.
+    /// The verb's output and result.
     fn run(&self, arguments: &[&str]) -> (String, Result<Exit, CliError>) {
         let root = self.folder.path().to_str().unwrap();
         let cli = Cli::parse_from([&["hearth", "--runtime-root", root], arguments].concat());
@@ -476,7 +476,7 @@ fn error_names_the_machines_that_run() {
 }
 
 #[test]
-fn guest_is_shown_parked_before_its_keeper_has_ended() {
+fn guest_is_parked_before_keeper_ends() {
     let mut fixture = fixture();
     let runtime = fixture.folder.path().join("web");
     fixture.server = None;

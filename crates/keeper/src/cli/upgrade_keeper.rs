@@ -88,7 +88,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_decides_an_upgrade() {
+    fn upgrade_follows_program_and_age() {
         let hands_over = EventKind::KeeperHandsOver { program: "/usr/bin/hearth".into(), version: "0.2.0".into() };
         assert_eq!(decided(&hands_over), None);
         assert_eq!(decided(&EventKind::Started { pid: 1, version: "0.2.0".into() }), None);

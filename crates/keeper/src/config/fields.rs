@@ -1,4 +1,4 @@
-//! What the table of keys (`file`) says of a key: where it stands, what it takes, when a change takes effect, whom to trust.
+//! Columns of the table of keys (`file`): a key's location, its values, when a change takes effect, whom to trust.
 
 use toml::Value;
 

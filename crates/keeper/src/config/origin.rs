@@ -1,6 +1,6 @@
 //! Origin: which keys of a machine.toml only the host's operator may set, and how `--set` overrides them.
 //!
-//! Whoever made a snapshot controls its machine.toml. The table of keys marks those that name programs, files, users or
+//! The maker of a snapshot controls its machine.toml. The table of keys marks those that name programs, files, users or
 //! ports of the restoring host (`Trust`).
 
 use toml::{Table, Value};

@@ -37,7 +37,7 @@ pub fn read(text: &str) -> Result<Shaped, Vec<Problem>> {
 }
 
 fn not_toml(text: &str, error: &toml::de::Error) -> Problem {
-    // What is missing at the end of a line is missed in it, and not in the next one.
+    // A value missing at the end of a line is reported for that line, and not for the next one.
     let start = error.span().map_or(0, |span| span.start.min(text.trim_end().len()));
     let number = line_of(text, start);
     let line = text.lines().nth(number - 1).unwrap_or_default();
@@ -172,7 +172,7 @@ pub(super) fn subsection(section: Section, key: &str) -> Option<Section> {
     }
 }
 
-/// What stands before the keys of a section in messages.
+/// The prefix of a section's keys in messages.
 pub(super) fn prefix_of(section: Section, name: &str) -> String {
     match section {
         Section::Ready => "remount.ready.".to_owned(),

@@ -91,7 +91,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_was_not_read_is_sent_again() {
+    fn unread_input_is_sent_again() {
         let (mut old, mut reads) = UnixStream::pair().unwrap();
         let mut typed = Typed::new();
         typed.extend(b"one two three");

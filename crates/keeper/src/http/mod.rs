@@ -38,7 +38,7 @@ const HEARTBEAT: Duration = Duration::from_secs(15);
 const HANGUP_PATIENCE: Duration = Duration::from_secs(1);
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
-/// What the server needs to answer requests.
+/// The keeper's parts that the server needs to answer requests.
 pub struct Context {
     pub control: Control,
     pub events: EventLog,

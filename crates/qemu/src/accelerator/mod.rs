@@ -28,7 +28,7 @@ const DEVICE: &str = "/dev/kvm";
 /// that hangs must not delay the machine's start for long.
 const PROBE_PATIENCE: Duration = Duration::from_secs(20);
 
-/// What executes the guest's instructions.
+/// Executes the guest's instructions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Accelerator {
     /// The host's processor, through KVM.

@@ -10,7 +10,7 @@ const LIBRARY: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/preload.so"));
 /// Seconds for which a QEMU that receives a guest keeps its heap (see `heap.c`): longer than a hop may take.
 const KEEP_HEAP_S: &str = "30";
 
-/// What QEMU needs in its environment to hand over its userfaultfd, to obey its valves and to keep its heap.
+/// The environment that QEMU needs to hand over its userfaultfd, to obey its valves and to keep its heap.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Preload {
     /// Path of the library.

@@ -27,7 +27,7 @@ const AHEAD_BYTES: u64 = 32 << 20;
 
 /// A disk that is being fetched from an object store.
 pub struct ArrivingDisk {
-    /// What has arrived of it.
+    /// Its blocks that have arrived.
     pub arrival: Arc<Arrival>,
     far: Far,
     /// Name of the object in its store.

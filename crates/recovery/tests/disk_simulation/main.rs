@@ -76,7 +76,7 @@ fn run(seed: u64, verbose: bool) -> Result<(Counts, u64), String> {
 }
 
 #[test]
-fn no_schedule_shows_a_wrong_byte_or_loses_a_request() {
+fn no_schedule_corrupts_or_loses_a_request() {
     run_seeds(number("SEEDS").unwrap_or(SEEDS));
 }
 

@@ -230,7 +230,7 @@ impl Model {
         self.cells[..self.sectors as usize].iter().map(|cell| cell.turn).collect()
     }
 
-    /// What had been answered then is durable now.
+    /// Every write answered by then is durable now.
     pub fn check_durable(&self, sectors: Range<u64>, answered: &[u64], storage: &Storage) -> Result<(), String> {
         for sector in sectors {
             let turn = answered.get(sector as usize).copied().unwrap_or(0);

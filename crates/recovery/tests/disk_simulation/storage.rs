@@ -321,7 +321,7 @@ impl Storage {
         self.change(sector, stamp, operation);
     }
 
-    /// What had been reported when the flush arrived is durable now. Later writes may be.
+    /// Every write reported when the flush arrived is durable now. Later writes may be.
     fn flush(&mut self, pushed: u64, random: &mut Random) {
         let was_reported = |change: &Change| {
             let reported = self.reported[change.operation as usize];

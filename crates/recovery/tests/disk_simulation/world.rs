@@ -32,7 +32,7 @@ pub const DISK: DiskId = DiskId(3);
 const BLOCKS_MIN: u64 = 8;
 const BLOCKS_MAX: u64 = 72;
 
-/// What happens when all queues are stopped.
+/// Action once all queues are stopped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Then {
     Restart,
@@ -204,7 +204,7 @@ impl World {
         self.go_on();
     }
 
-    /// What keeper and QEMU do by themselves sooner or later.
+    /// Steps that keeper and QEMU take by themselves sooner or later.
     fn go_on(&mut self) {
         self.begin_migration();
         if self.keeper.is_none() {

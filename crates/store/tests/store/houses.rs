@@ -1,4 +1,4 @@
-//! What Hearth requires of the store of any provider: parts in any order, ranges, conditions, removal.
+//! Hearth's requirements of the store of any provider: parts in any order, ranges, conditions, removal.
 //!
 //! Every run tests the store on loopback. Any other store, or an emulator of it, is tested by hand, with its settings
 //! in the environment: `HEARTH_STORE=az://container/place cargo test --workspace --test store -- --ignored any_house`.

@@ -151,7 +151,7 @@ impl Recording {
             disk.extend(bytes_of(&pool, slot, length));
         }
         self.compare(place, &disk, models);
-        // Whoever comes next writes on.
+        // The next process writes on.
         let data = fill(&pool, slot, 4096, &mut Noise(state.len() as u64));
         let end = bytes - 4096;
         run(&mut *engine, Operation::Write(slot), end, 4096).unwrap();
@@ -247,7 +247,7 @@ fn a_raw_image_survives_kills_and_power_cuts() {
 }
 
 #[test]
-fn an_overlay_survives_a_kill_and_a_power_cut_at_every_write() {
+fn overlay_survives_kill_and_power_cut() {
     (1..3).for_each(|seed| check("overlay", seed, 12, overlay));
 }
 
@@ -292,7 +292,7 @@ fn replaced_clusters_survive_kill_and_power_cut() {
 
 /// While the disk is full operations fail, and all that was written before is there; what they took of the image is given back.
 #[test]
-fn a_full_disk_at_any_write_fails_no_more_than_its_operations() {
+fn full_disk_fails_only_its_operations() {
     for after in 0..60 {
         let (folder, tape) = (in_memory(), Tape::default());
         let place = format!("full after {after} changes");
@@ -314,7 +314,7 @@ fn a_full_disk_at_any_write_fails_no_more_than_its_operations() {
                 4 => run(&mut *engine, Operation::Flush, 0, 0).is_err(),
                 _ => {
                     let failed = run(&mut *engine, Operation::Write(slot), start, range.len()).is_err();
-                    // What was written before is void; what a failed operation has done nobody knows.
+                    // Earlier contents are void; the result of a failed operation is unknown.
                     may_be
                         .iter_mut()
                         .skip(usize::from(failed))

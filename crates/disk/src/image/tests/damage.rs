@@ -15,7 +15,7 @@ fn places(image: &[u8]) -> Vec<usize> {
     (0..160).chain(tables.flat_map(|table| table..table + 8)).filter(|at| *at < image.len()).collect()
 }
 
-/// The work of `a_flipped_bit_costs_no_more_than_an_error`, under limits.
+/// The work of `flipped_bit_costs_only_an_error`, under limits.
 #[test]
 fn flips_bits_for_another_test() {
     let Some(path) = std::env::var_os("FLIPPED_IMAGE").map(PathBuf::from) else { return };
@@ -65,7 +65,7 @@ fn check(path: &Path) {
 }
 
 #[test]
-fn a_flipped_bit_costs_no_more_than_an_error() {
+fn flipped_bit_costs_only_an_error() {
     // Where a write that the image's tables lead astray would be seen.
     let folder = tempfile::tempdir_in("/dev/shm").unwrap();
     let [base, ours, source, theirs] = ["base", "ours", "source", "theirs"].map(|name| folder.path().join(name));
@@ -85,7 +85,7 @@ fn a_flipped_bit_costs_no_more_than_an_error() {
 
 /// A disk that no qcow2 image can have, over which none is made; and a disk that is no qcow2 image at all.
 #[test]
-fn an_overlay_is_made_over_no_disk_that_is_too_large() {
+fn overlay_of_too_large_disk_is_refused() {
     let folder = folder();
     let (base, top) = (folder.path().join("base"), folder.path().join("top"));
     fs::File::create(&base).unwrap().set_len((2 << 50) + 512).unwrap_or_default();

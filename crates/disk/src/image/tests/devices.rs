@@ -22,7 +22,7 @@ impl Drop for Loop {
 
 #[test]
 #[ignore = "needs root and loop devices"]
-fn block_devices_hold_what_a_model_holds_whatever_their_sector() {
+fn block_devices_match_model_with_any_sector_size() {
     for sector_bytes in ["512", "4096"] {
         for direct in [true, false] {
             let folder = folder();
@@ -66,7 +66,7 @@ fn exercise_raw(image: &Image, name: &str) {
             }
             _ => {
                 go(Operation::Discard);
-                // What it reads as now is its own affair.
+                // The device may return any bytes for a discarded range.
                 go(Operation::Read(slot));
                 model[range.clone()].copy_from_slice(bytes_of(&pool, slot, range.len()));
             }
@@ -117,7 +117,7 @@ fn succeed(program: &str, arguments: &[&str]) {
 
 #[test]
 #[ignore = "needs root, loop devices and mounts"]
-fn a_killed_keepers_last_write_keeps_the_next_one_out() {
+fn pending_write_of_killed_keeper_excludes_next() {
     let folder = folder();
     let device = Loop::over(&raw_image(&folder, 64 << 20), "512");
     let mount = Mount::ext4_over(&device, folder.path().join("mount"));

@@ -322,18 +322,18 @@ fn each_call_of_each_stage_is_the_last(served: Served) {
 }
 
 #[test]
-fn kill_at_any_io_uring_call_keeps_completed_writes() {
+fn io_uring_kill_keeps_completed_writes() {
     let killed = Bed::make(Served::RawByRing).each_call_is_the_last(None, &[RING_CALL], &[]);
     assert!(killed >= SCRIPT.len(), "{killed} calls on the ring");
     eprintln!("{:?}: {killed} kills", Served::RawByRing);
 }
 
 #[test]
-fn kill_at_any_file_engine_call_keeps_completed_writes() {
+fn file_engine_kill_keeps_completed_writes() {
     each_call_of_each_stage_is_the_last(Served::RawByWorkers);
 }
 
 #[test]
-fn kill_at_any_qcow2_engine_call_keeps_completed_writes() {
+fn qcow2_engine_kill_keeps_completed_writes() {
     each_call_of_each_stage_is_the_last(Served::Qcow2);
 }

@@ -78,7 +78,7 @@ fn an_inherited_lock_outlives_its_keeper() {
 }
 
 #[test]
-fn one_image_read_by_two_disks_is_taken_over() {
+fn image_shared_by_two_disks_is_taken_over() {
     let case = &cases()[0];
     let open = |owner| Image::open(&ImageOptions { read_only: true, owner, ..options(&case.path, case.format) });
     let dead: Vec<Image> = (0..2).map(|_| open(case.owner("web", false)).unwrap()).collect();
@@ -88,7 +88,7 @@ fn one_image_read_by_two_disks_is_taken_over() {
 }
 
 #[test]
-fn an_inherited_lock_is_on_the_file_that_is_open() {
+fn inherited_lock_belongs_to_open_file() {
     let case = &cases()[0];
     let image = case.open(case.owner("web", false)).unwrap();
     fs::rename(&case.path, case.folder.path().join("moved")).unwrap();

@@ -68,7 +68,7 @@ fn refused(options: &ImageOptions, expect: &str) {
 }
 
 #[test]
-fn what_is_no_image_is_refused_by_name() {
+fn non_images_are_refused_by_name() {
     let folder = folder();
     let at = |name: &str| options(&folder.path().join(name), Format::Auto);
     refused(&at("missing"), "disk image DIR/missing does not exist");
@@ -83,7 +83,7 @@ fn what_is_no_image_is_refused_by_name() {
 }
 
 #[test]
-fn a_qcow2_header_in_a_raw_disk_is_not_believed() {
+fn qcow2_header_in_raw_disk_is_ignored() {
     let folder = folder();
     let path = folder.path().join("disk");
     qemu_img(&["create", "-q", "-f", "qcow2", as_str(&path), "1M"]).unwrap();
@@ -96,7 +96,7 @@ fn a_qcow2_header_in_a_raw_disk_is_not_believed() {
 }
 
 #[test]
-fn to_look_at_an_image_leaves_it_as_it_is() {
+fn inspecting_an_image_leaves_it_unchanged() {
     let folder = folder();
     let path = raw_image(&folder, 1 << 20);
     let long_ago = std::time::SystemTime::UNIX_EPOCH + Duration::from_secs(1 << 30);
@@ -132,7 +132,7 @@ fn raw_images_say_how_they_are_served() {
 }
 
 #[test]
-fn the_host_reads_no_more_than_the_guest_asks_for() {
+fn host_reads_only_requested_bytes() {
     let folder = folder();
     let [raw, top] = ["disk.raw", "top.qcow2"].map(|name| folder.path().join(name));
     fs::write(&raw, vec![7; DISK_BYTES]).unwrap();
@@ -176,7 +176,7 @@ fn cached_pages(path: &Path) -> Vec<usize> {
 }
 
 #[test]
-fn a_last_partial_sector_is_part_of_the_disk() {
+fn last_partial_sector_belongs_to_the_disk() {
     let folder = folder();
     let path = folder.path().join("odd");
     fs::write(&path, [7; 700]).unwrap();
@@ -255,7 +255,7 @@ fn holds_an_image_for_another_test() {
 }
 
 #[test]
-fn writers_and_readers_of_any_maker_refuse_each_other() {
+fn our_locks_and_qemus_exclude_each_other() {
     type Start = fn(&Path, bool) -> Holder;
     for (maker, start) in [("hearth", Holder::hearth as Start), ("qemu-io", Holder::qemu)] {
         for (holder_reads, we_read, refused) in
@@ -312,7 +312,7 @@ fn the_next_keeper_waits_for_a_dying_one() {
 }
 
 #[test]
-fn the_lock_lives_as_long_as_the_last_engine() {
+fn lock_lives_until_last_engine_ends() {
     let folder = folder();
     let path = raw_image(&folder, 1 << 20);
     let image = Image::open(&options(&path, Format::Raw)).unwrap();

@@ -103,7 +103,7 @@ fn backing_chain_is_read_and_never_written() {
 }
 
 #[test]
-fn an_overlay_of_our_own_making_is_one_for_qemu_too() {
+fn qemu_accepts_our_overlay() {
     let folder = folder();
     let [base, middle, top] = ["base.raw", "middle.qcow2", "top.qcow2"].map(|name| folder.path().join(name));
     let model = noise_file(&base, DISK_BYTES);
@@ -159,7 +159,7 @@ fn overlay_refuses_another_backing_file() {
     let touched = Command::new("touch").args(["-d", "@1700000000.123456789"]).arg(&base).status().unwrap();
     assert!(touched.success());
     is_opened();
-    // Whoever names another one knows what he does.
+    // A user who names another backing file does so on purpose.
     put(&model, SystemTime::now());
     is_refused();
     qemu_img(&["rebase", "-u", "-f", "qcow2", "-F", "raw", "-b", as_str(&elsewhere), as_str(&top)]).unwrap();
@@ -209,7 +209,7 @@ fn compressed_clusters_are_read_and_overwritten() {
 }
 
 #[test]
-fn a_qcow2_image_has_one_engine_at_a_time() {
+fn qcow2_image_has_one_engine_at_once() {
     let folder = folder();
     let path = folder.path().join("disk.qcow2");
     qemu_img(&["create", "-q", "-f", "qcow2", as_str(&path), "1M"]).unwrap();
@@ -245,7 +245,7 @@ fn damaged(create: &[&str], at: u64, bytes: &[u8], expect: &str) {
 }
 
 #[test]
-fn qcow2_images_that_cannot_be_served_are_refused_by_reason() {
+fn unusable_qcow2_images_are_refused_with_reason() {
     damaged(&[], 0, b"x", "DIR/disk is not a qcow2 image; set format = \"raw\" if that is meant");
     damaged(&[], 7, &[9], "qcow2 image DIR/disk has the unknown version 9; rewrite it with qemu-img convert");
     damaged(&[], 35, &[2], "qcow2 image DIR/disk is encrypted; rewrite it with qemu-img convert");
@@ -283,7 +283,7 @@ fn badly_backed(name: &str, format: &[&str], expect: &str) {
 }
 
 #[test]
-fn backing_images_that_cannot_be_served_are_refused_by_reason() {
+fn unusable_backing_images_are_refused_with_reason() {
     badly_backed("gone.raw", &["-F", "raw"], "disk image DIR/gone.raw does not exist");
     badly_backed(
         "nbd://host/export",

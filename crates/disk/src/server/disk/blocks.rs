@@ -73,8 +73,8 @@ impl Blocks {
         let mut at = job.next;
         let blocks = (request.offset + at) / BLOCK..(request.offset + request.bytes).div_ceil(BLOCK);
         job.admitted = false;
-        // What a write in flight is changing is void in the source, so it would miss; not asking makes that certain. For a
-        // single block the source is asked once.
+        // A block that a write in flight is changing is void in the source, so it would miss; not asking makes that certain.
+        // For a single block the source is asked once.
         let is_single = blocks.end - blocks.start == 1;
         if self.overlaps.changing(&blocks) || !is_single && !self.recorder.may_be_warm(blocks) {
             job.run = at..request.bytes;

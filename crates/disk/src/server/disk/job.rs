@@ -27,7 +27,7 @@ pub struct Job {
     pub request: Request,
     /// How far it has been looked at, in bytes of its data.
     pub next: u64,
-    /// What the image has to do next: contiguous, looked at, not yet handed to the engine.
+    /// The next range for the image: contiguous, looked up in memory, not yet handed to the engine.
     pub run: Range<u64>,
     /// The limiter has let the run pass.
     pub admitted: bool,

@@ -21,7 +21,7 @@ pub struct Parts {
 }
 
 impl Parts {
-    /// What the schedule may look at.
+    /// The parts that the schedule may look at.
     pub fn view(&self) -> View<'_> {
         View { jobs: &self.jobs, blocks: &self.blocks, operations: &self.operations }
     }

@@ -43,7 +43,7 @@ impl Running {
         Self { parts, operation, place, begun, waited_for_space: false }
     }
 
-    /// What the engine is given. `place`: the operation's place among those that run.
+    /// The operation given to the engine. `place`: its index among those that run.
     pub fn submission(&self, place: usize) -> Submission {
         let offset = self.place.start;
         Submission { token: place as u64, operation: self.operation, offset, bytes: self.place.end - offset }

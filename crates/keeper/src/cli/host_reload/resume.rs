@@ -77,7 +77,7 @@ pub fn give_back(fleet: &FleetLock) -> Result<(), CliError> {
     Ok(fleet.release(FLEET_PATIENCE)?)
 }
 
-/// What became of a guest: how long it was paused, or why it was lost.
+/// Outcome for a guest: how long it was paused, or why it was lost.
 type Fate = Result<Option<f64>, String>;
 
 /// The fate that the machine's events show since it was prepared. A keeper that was replaced since no longer reports

@@ -66,7 +66,7 @@ fn every_key_changed_under_a_living_guest() {
 }
 
 #[test]
-fn what_is_not_changed_is_not_pending() {
+fn unchanged_keys_are_not_pending() {
     for Changed { before, .. } in changes() {
         let before = settled(&before, KEPT);
         let again = InForce::of_living(&before, &before.for_journal(), &root()).unwrap();
@@ -161,7 +161,7 @@ fn a_journal_from_elsewhere_means_the_same() {
 }
 
 #[test]
-fn what_is_not_understood_is_told() {
+fn unknown_keys_are_reported() {
     let today = configured(SMALL).unwrap();
     for text in ["memory = ", "name = \"web\"\nmemory = \"64MiB\"\nboot.kernel = \"k\"\nfuture = 1\n"] {
         let problems = InForce::of_living(&today, text, &root()).unwrap_err();

@@ -38,7 +38,7 @@ impl World {
         wrong.into_iter().for_each(|what| self.fault(what));
     }
 
-    /// What the ember would serve equals the disk.
+    /// All blocks that the ember would serve equal the disk.
     pub(super) fn check_ember(&mut self) {
         for block in 0..BLOCKS_MAX {
             let expected = lock(&self.storage).block(block);

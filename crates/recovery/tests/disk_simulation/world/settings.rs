@@ -37,7 +37,7 @@ pub(super) const ACTIONS: [Action; 20] = [
 /// Index of `begin_hop`.
 pub(super) const HOP: usize = 9;
 
-/// What a seed decides before its run begins.
+/// Properties of a run that its seed decides before it begins.
 pub(super) struct Settings {
     pub(super) weights: [u64; ACTIONS.len()],
     pub(super) limits: Limits,

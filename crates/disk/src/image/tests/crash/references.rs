@@ -5,15 +5,15 @@ use std::collections::HashMap;
 use super::super::*;
 use crate::image::tape::SECTOR;
 
-/// What stock QEMU finds may be lost clusters, and nothing else.
+/// `qemu-img check` may report lost clusters, and nothing else.
 pub(in crate::image::tests) fn check_with_qemu(place: &str, path: &Path) {
     // Without a lock, which another test's child may have for a moment, between its fork and its exec.
     let output = Command::new("qemu-img").args(["check", "-q", "-U", "-f", "qcow2", as_str(path)]).output().unwrap();
     assert!(matches!(output.status.code(), Some(0 | 3)), "{place}: {output:?}");
 }
 
-/// Whatever a table names has a reference count of at least its references, and is whole. As `qemu-img check`, in no time. Returns
-/// how many references are counted and not there.
+/// Every cluster that a table names has a reference count of at least its references, and is whole. As `qemu-img check`, but
+/// fast. Returns how many references are counted and not there.
 pub(super) fn check_references(place: &str, file: &[u8]) -> u64 {
     let u64_at = |at: usize| file.get(at..at + 8).map_or(0, |bytes| u64::from_be_bytes(bytes.try_into().unwrap()));
     let u32_at = |at: usize| u32::from_be_bytes(file[at..at + 4].try_into().unwrap());

@@ -8,7 +8,7 @@
 use crate::engine::Operation;
 use crate::server::disk::running::Running;
 
-/// What is known of a disk's changes and flushes.
+/// A disk's changes and flushes, as far as they decide whether a flush is needed.
 #[derive(Default)]
 pub struct Flushes {
     /// Changes that the image has ended, well or not.

@@ -23,7 +23,7 @@ use crate::server::request::Kind;
 /// The number of waiting requests that are looked at: a queue of QEMU's default length, half full.
 pub const LOOKED_AT_MAX: usize = 128;
 
-/// What an operation would carry out for one request.
+/// The part of an operation that serves one request.
 pub struct Share {
     pub part: Part,
     /// On the disk, with what is read around it.
@@ -119,7 +119,7 @@ mod tests {
     }
 
     #[test]
-    fn a_long_gap_or_too_many_bytes_end_an_operation() {
+    fn long_gap_or_too_many_bytes_end_operation() {
         let kib = |from: u64, to: u64| from << 10..to << 10;
         check(&[kib(0, 4), kib(36, 40), kib(73, 76)], 0, 0..2);
         check(&[kib(0, 4), kib(36, 40), kib(73, 76)], 2, 2..3);
