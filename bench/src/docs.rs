@@ -5,9 +5,9 @@
 
 use std::path::{Path, PathBuf};
 
+use crate::harness::{BENCHES, Bench};
 use crate::record::{Record, RecordError};
 use crate::table::{Table, figure};
-use crate::{crash_recovery, disk, lazy_restore, rejuvenation, remount, warm_reboot};
 
 pub const PAGES: &str = "docs/benchmarks";
 const END: &str = "<!-- end -->";
@@ -24,20 +24,19 @@ pub enum DocsError {
 
 /// Puts the tables of all records in `folder` into their pages.
 pub fn rewrite(folder: &Path, pages: &Path) -> Result<(), DocsError> {
-    for bench in
-        [warm_reboot::NAME, crash_recovery::NAME, disk::NAME, rejuvenation::NAME, lazy_restore::NAME, remount::NAME]
-    {
-        if !Record::path(folder, bench).exists() {
-            eprintln!("{bench}: no record in {}; its table is unchanged", folder.display());
+    for bench in BENCHES {
+        let name = bench.name;
+        if !Record::path(folder, name).exists() {
+            eprintln!("{name}: no record in {}; its table is unchanged", folder.display());
             continue;
         }
-        let record = Record::read(folder, bench)?;
-        let page = pages.join(format!("{bench}.md"));
+        let record = Record::read(folder, name)?;
+        let page = pages.join(format!("{name}.md"));
         let failed = |source| DocsError::Page { path: page.clone(), source };
         let text = std::fs::read_to_string(&page).map_err(failed)?;
-        let marker = format!("<!-- bench:{bench} -->");
+        let marker = format!("<!-- bench:{name} -->");
         let no_place = || DocsError::NoPlace { path: page.clone(), marker: marker.clone() };
-        let text = replaced(&text, &marker, &section(&record)).ok_or_else(no_place)?;
+        let text = replaced(&text, &marker, &section(&bench, &record)).ok_or_else(no_place)?;
         std::fs::write(&page, text).map_err(failed)?;
     }
     Ok(())
@@ -50,7 +49,7 @@ fn replaced(text: &str, marker: &str, section: &str) -> Option<String> {
     Some(format!("{}\n{section}{}", &text[..begin], &text[end..]))
 }
 
-fn section(record: &Record) -> String {
+fn section(bench: &Bench, record: &Record) -> String {
     let quick = if record.quick { " **Quick run: a look, not a result.**" } else { "" };
     let head = format!(
         "{}.{quick} {}. {}, guest CPU model `{}`. Load average at the start: {:.1}. Disk profiles by: {}.\n\n",
@@ -61,18 +60,11 @@ fn section(record: &Record) -> String {
         record.machine.load_average,
         record.profile_by
     );
-    let rows = match record.bench.as_str() {
-        warm_reboot::NAME => warm_reboot::table(record),
-        crash_recovery::NAME => crash_recovery::table(record),
-        rejuvenation::NAME => rejuvenation::table(record),
-        lazy_restore::NAME => lazy_restore::table(record),
-        remount::NAME => remount::table(record),
-        _ => disk::table(record),
-    };
-    let formats = (record.bench == disk::NAME).then(|| disk::formats_table(record).markdown());
-    let formats = formats.map_or_else(String::new, |table| format!("\nImage formats, in microseconds:\n\n{table}"));
+    let rows = (bench.table)(record).markdown();
+    let second = bench.second_table.map(|(heading, table)| format!("\n{heading}:\n\n{}", table(record).markdown()));
+    let second = second.unwrap_or_default();
     let left_out: String = record.left_out.iter().map(|why| format!("\nLeft out: {why}\n")).collect();
-    format!("{head}{}\n{}{formats}{left_out}", summary(record).markdown(), rows.markdown())
+    format!("{head}{}\n{rows}{second}{left_out}", summary(record).markdown())
 }
 
 fn summary(record: &Record) -> Table {
@@ -86,11 +78,9 @@ fn summary(record: &Record) -> Table {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::host::facts::{Accelerator, HostFacts};
 
     fn record() -> Record {
-        let machine = HostFacts::gather(Accelerator::Tcg);
-        let mut record = Record::new("disk", false, machine, "QEMU 7.2".into(), "max");
+        let mut record = Record::of("disk", []);
         record.add("hearth@asis", "seq_miss", "MiB/s", 700.0);
         record.summarise("seq_miss_vs_qemu_ratio", Some(0.97));
         record

@@ -9,6 +9,7 @@ mod crash_recovery;
 mod demo;
 mod disk;
 mod docs;
+mod harness;
 mod host;
 mod lazy_restore;
 mod load;
@@ -32,11 +33,9 @@ use std::process::ExitCode;
 use clap::{Parser, Subcommand};
 use error_text::chain;
 
-use host::facts::{self, Accelerator, HostFacts};
+use harness::Common;
 use host::profile::Profile;
-use record::Record;
 use sides::Stack;
-use table::Table;
 
 #[derive(Parser)]
 #[command(about = "Side-by-side comparisons, the demo, and their figures")]
@@ -128,32 +127,11 @@ enum Chore {
     },
 }
 
-#[derive(clap::Args)]
-struct Common {
-    /// Run for a minute or two, for a look rather than a result
-    #[arg(long)]
-    quick: bool,
-    /// Folder for images and records, on the disk to be measured
-    #[arg(long, default_value_os_t = target().join("bench"))]
-    folder: PathBuf,
-    /// Accelerator of the guests
-    #[arg(long, default_value = "tcg")]
-    accelerator: Accelerator,
-}
-
-impl Common {
-    fn is_quick(&self) -> bool {
-        self.quick || std::env::var_os("QUICK").is_some_and(|quick| quick == "1")
-    }
-}
-
 fn main() -> ExitCode {
     let arguments = Arguments::parse();
     if arguments.list {
-        for name in
-            [warm_reboot::NAME, crash_recovery::NAME, disk::NAME, rejuvenation::NAME, lazy_restore::NAME, remount::NAME]
-        {
-            println!("{name}");
+        for bench in harness::BENCHES {
+            println!("{}", bench.name);
         }
         return ExitCode::SUCCESS;
     }
@@ -180,9 +158,7 @@ fn run(chore: Chore) -> Result<(), Box<dyn Error>> {
                 profiles: chosen(profile, if quick { &[Profile::Paper] } else { &Profile::ALL }),
                 stacks: chosen(cases, if quick { &[Stack::Hearth, Stack::Ram] } else { &Stack::ALL }),
             };
-            let mut record = new_record(warm_reboot::NAME, &common);
-            warm_reboot::run(&options, &mut record)?;
-            finish(&record, &common.folder, &warm_reboot::table(&record))
+            harness::measure(warm_reboot::NAME, &common, |record| warm_reboot::run(&options, record))
         }
         Chore::Crash { common, profile, sides } => {
             let quick = common.is_quick();
@@ -192,17 +168,11 @@ fn run(chore: Chore) -> Result<(), Box<dyn Error>> {
                 profiles: chosen(profile, if quick { &[Profile::Paper] } else { &[Profile::Paper, Profile::Cloud] }),
                 sides: chosen(sides, &crash_recovery::Side::ALL),
             };
-            let mut record = new_record(crash_recovery::NAME, &common);
-            crash_recovery::run(&options, &mut record)?;
-            finish(&record, &common.folder, &crash_recovery::table(&record))
+            harness::measure(crash_recovery::NAME, &common, |record| crash_recovery::run(&options, record))
         }
         Chore::Disk { common } => {
             let options = disk::Options { quick: common.is_quick(), folder: common.folder.clone() };
-            let mut record = new_record(disk::NAME, &common);
-            disk::run(&options, &mut record)?;
-            finish(&record, &common.folder, &disk::table(&record))?;
-            println!("\nimage formats, microseconds\n\n{}", disk::formats_table(&record).text());
-            Ok(())
+            harness::measure(disk::NAME, &common, |record| disk::run(&options, record))
         }
         Chore::Rejuvenate { common, parts } => {
             let options = rejuvenation::Options {
@@ -210,9 +180,7 @@ fn run(chore: Chore) -> Result<(), Box<dyn Error>> {
                 accelerator: common.accelerator,
                 parts: chosen(parts, &rejuvenation::Part::ALL),
             };
-            let mut record = new_record(rejuvenation::NAME, &common);
-            rejuvenation::run(&options, &mut record)?;
-            finish(&record, &common.folder, &rejuvenation::table(&record))
+            harness::measure(rejuvenation::NAME, &common, |record| rejuvenation::run(&options, record))
         }
         Chore::Restore { common, profile } => {
             let quick = common.is_quick();
@@ -221,9 +189,7 @@ fn run(chore: Chore) -> Result<(), Box<dyn Error>> {
                 folder: common.folder.clone(),
                 profiles: chosen(profile, if quick { &[Profile::Asis] } else { &[Profile::Asis, Profile::Cloud] }),
             };
-            let mut record = new_record(lazy_restore::NAME, &common);
-            lazy_restore::run(&options, &mut record)?;
-            finish(&record, &common.folder, &lazy_restore::table(&record))
+            harness::measure(lazy_restore::NAME, &common, |record| lazy_restore::run(&options, record))
         }
         Chore::Remount { common, profile, cases, volumes, at_once } => {
             let quick = common.is_quick();
@@ -235,40 +201,11 @@ fn run(chore: Chore) -> Result<(), Box<dyn Error>> {
                 folder: common.folder.clone(),
                 profiles: chosen(profile, if quick { &[Profile::Paper] } else { &Profile::ALL }),
             };
-            let mut record = new_record(remount::NAME, &common);
-            remount::run(&options, &mut record)?;
-            finish(&record, &common.folder, &remount::table(&record))
+            harness::measure(remount::NAME, &common, |record| remount::run(&options, record))
         }
         Chore::Demo { folder, profile } => Ok(demo::run(&folder, profile)?),
         Chore::Docs { folder } => Ok(docs::rewrite(&folder, &root().join(docs::PAGES))?),
     }
-}
-
-fn new_record(bench: &str, common: &Common) -> Record {
-    let qemu =
-        hearth_vmtest::artifacts::qemu().map_or_else(|error| error.to_string(), |path| facts::qemu_version(&path));
-    Record::new(
-        bench,
-        common.is_quick(),
-        HostFacts::gather(common.accelerator),
-        qemu,
-        hearth_vmtest::artifacts::CPU_MODEL,
-    )
-    .keep_in(&common.folder)
-}
-
-fn finish(record: &Record, folder: &Path, table: &Table) -> Result<(), Box<dyn Error>> {
-    let path = record.write(folder)?;
-    println!("{}\n{}, CPU model {}", record.machine.describe(), record.qemu, record.cpu_model);
-    println!("disk profiles by: {}\n\n{}", record.profile_by, table.text());
-    for (metric, value) in &record.summary {
-        println!("{metric:40} {value}");
-    }
-    for left_out in &record.left_out {
-        println!("left out: {left_out}");
-    }
-    eprintln!("values: {}", path.display());
-    Ok(())
 }
 
 /// The chosen items, or all if none were chosen.

@@ -17,6 +17,9 @@ use serde::{Deserialize, Serialize};
 use crate::host::facts::HostFacts;
 use crate::stats;
 
+/// Peaks of a machine's memory in percent of its budget, measured from outside and by the keeper. The higher one counts.
+pub const BUDGET_PEAKS: [&str; 2] = ["budget_peak_pct", "keeper_peak_pct"];
+
 #[derive(Debug, thiserror::Error)]
 pub enum RecordError {
     #[error("cannot write {path}")]
@@ -117,10 +120,21 @@ impl Record {
         row.map_or(&[], |row| &row.values)
     }
 
-    /// The highest value of a metric over all cases.
-    pub fn highest(&self, metric: &str) -> Option<f64> {
-        let values = self.rows.iter().filter(|row| row.metric == metric).flat_map(|row| row.values.iter().copied());
-        values.reduce(f64::max)
+    /// The cases that have values, in the order in which they were measured.
+    pub fn cases(&self) -> Vec<&str> {
+        let mut cases: Vec<&str> = Vec::new();
+        for row in &self.rows {
+            if !cases.contains(&row.case.as_str()) {
+                cases.push(&row.case);
+            }
+        }
+        cases
+    }
+
+    /// The highest value of these metrics over all cases.
+    pub fn highest(&self, metrics: &[&str]) -> Option<f64> {
+        let rows = self.rows.iter().filter(|row| metrics.contains(&row.metric.as_str()));
+        rows.flat_map(|row| row.values.iter().copied()).reduce(f64::max)
     }
 
     /// The sum of all values of a metric over all cases.
@@ -134,6 +148,24 @@ impl Record {
         if let Some(value) = value.filter(|value| value.is_finite()) {
             self.summary.insert(metric.to_owned(), round(value));
         }
+    }
+
+    /// The same for each of `figures`.
+    pub fn summarise_all<N: AsRef<str>>(&mut self, figures: impl IntoIterator<Item = (N, Option<f64>)>) {
+        for (metric, value) in figures {
+            self.summarise(metric.as_ref(), value);
+        }
+    }
+
+    /// A record for a test.
+    #[cfg(test)]
+    pub fn of<'a>(bench: &str, rows: impl IntoIterator<Item = (&'a str, &'a str, f64)>) -> Self {
+        let machine = HostFacts::gather(crate::host::facts::Accelerator::Tcg);
+        let mut record = Record::new(bench, true, machine, "QEMU".into(), "max");
+        for (case, metric, value) in rows {
+            record.add(case, metric, "", value);
+        }
+        record
     }
 
     pub fn path(folder: &Path, bench: &str) -> PathBuf {
@@ -188,8 +220,7 @@ mod tests {
     use super::*;
 
     fn record() -> Record {
-        let machine = HostFacts::gather(crate::host::facts::Accelerator::Tcg);
-        Record::new("trial", true, machine, "QEMU".into(), "max")
+        Record::of("trial", [])
     }
 
     #[test]
@@ -216,7 +247,9 @@ mod tests {
         let mut record = record();
         record.add("a", "peak", "%", 101.0);
         record.add("b", "peak", "%", 102.5);
-        assert_eq!(record.highest("peak"), Some(102.5));
+        assert_eq!(record.highest(&["peak"]), Some(102.5));
+        record.add("b", "other peak", "%", 103.0);
+        assert_eq!(record.highest(&["peak", "other peak"]), Some(103.0));
         assert_eq!(record.total("peak"), Some(203.5));
         assert_eq!(record.total("other"), None);
     }

@@ -24,7 +24,7 @@ use serde_json::{Value, json};
 use crate::host::facts::Accelerator;
 use crate::record::Record;
 use crate::responsiveness::{self, Responsiveness};
-use crate::stats;
+use crate::stats::{self, ratio};
 use crate::table::{Table, figure_or_dash};
 
 mod host_reload;
@@ -352,7 +352,6 @@ fn summarise(record: &mut Record, sizes: &[u64]) {
     let (smallest, largest) = (sizes[0], sizes[sizes.len() - 1]);
     let median = |side: &str, size: u64| stats::median(&values(side, size, "pause_ms"));
     let slope = median(HEARTH, smallest).zip(median(HEARTH, largest)).filter(|_| smallest != largest);
-    let ratio = |one: Option<f64>, other: Option<f64>| Some(one? / other?);
     let figures = [
         ("pause_ms_median", stats::median(&all)),
         ("pause_ms_max", all.iter().copied().reduce(f64::max)),
@@ -370,10 +369,8 @@ fn summarise(record: &mut Record, sizes: &[u64]) {
         ("ram_errors", Some(errors("ram_errors"))),
         ("io_errors", Some(errors("io_errors"))),
     ];
-    for (metric, value) in figures.into_iter().chain(each.iter().map(|(metric, value)| (metric.as_str(), Some(*value))))
-    {
-        record.summarise(metric, value);
-    }
+    record.summarise_all(figures);
+    record.summarise_all(each.into_iter().map(|(metric, value)| (metric, Some(value))));
     responsiveness::summarise(record);
 }
 
@@ -387,9 +384,7 @@ pub fn table(record: &Record) -> Table {
         "hops",
         "state KiB",
     ]);
-    let mut cases: Vec<&str> = record.rows.iter().map(|row| row.case.as_str()).collect();
-    cases.dedup();
-    for case in cases {
+    for case in record.cases() {
         let pauses = record.values(case, "pause_ms");
         if pauses.is_empty() {
             continue;

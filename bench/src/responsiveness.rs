@@ -67,7 +67,7 @@ fn ask(socket: &Path) -> Option<MachineStatus> {
 
 /// Adds the longest stall, and the median of the response times over all cases.
 pub fn summarise(record: &mut Record) {
-    let stall = record.highest("loop_stall_ms_max");
+    let stall = record.highest(&["loop_stall_ms_max"]);
     record.summarise("loop_stall_ms_max", stall);
     let rows = record.rows.iter().filter(|row| row.metric == "status_ms_p99");
     let answers: Vec<f64> = rows.flat_map(|row| row.values.iter().copied()).collect();

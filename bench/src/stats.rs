@@ -24,6 +24,11 @@ fn sorted(values: &[f64]) -> Vec<f64> {
     sorted
 }
 
+/// One figure over another, if both were measured.
+pub fn ratio(over: Option<f64>, under: Option<f64>) -> Option<f64> {
+    Some(over? / under?)
+}
+
 /// Decrease from `before` to `after`, in percent of `before`; negative if it grew.
 pub fn degradation_pct(before: f64, after: f64) -> f64 {
     (before - after) / before * 100.0

@@ -1,5 +1,11 @@
 //! A table as aligned text for the terminal, Markdown for the docs, and HTML for reports.
 
+use crate::record::Record;
+use crate::stats;
+
+/// Columns of a table of cases: heading, and metric of which it shows the median.
+pub type Columns<'a> = [(&'a str, &'a str)];
+
 pub struct Table {
     head: Vec<String>,
     rows: Vec<Vec<String>>,
@@ -8,6 +14,25 @@ pub struct Table {
 impl Table {
     pub fn new<S: Into<String>>(head: impl IntoIterator<Item = S>) -> Self {
         Table { head: head.into_iter().map(Into::into).collect(), rows: Vec::new() }
+    }
+
+    /// A table with a row for each of `lines`: its name, then the medians of its case. A case that has none of these metrics is
+    /// left out.
+    pub fn of_cases(
+        record: &Record,
+        what: &str,
+        columns: &Columns<'_>,
+        lines: impl IntoIterator<Item = (String, String)>,
+    ) -> Self {
+        let mut table = Table::new(std::iter::once(what).chain(columns.iter().map(|column| column.0)));
+        for (name, case) in lines {
+            let medians: Vec<_> =
+                columns.iter().map(|(_, metric)| stats::median(record.values(&case, metric))).collect();
+            if medians.iter().any(Option::is_some) {
+                table.row(std::iter::once(name).chain(medians.into_iter().map(figure_or_dash)));
+            }
+        }
+        table
     }
 
     pub fn row<S: Into<String>>(&mut self, cells: impl IntoIterator<Item = S>) {

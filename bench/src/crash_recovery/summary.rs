@@ -2,9 +2,10 @@
 
 use super::{CHUNK_MIB, Shape};
 use crate::host::profile::Profile;
-use crate::record::Record;
+use crate::record::{BUDGET_PEAKS, Record};
 use crate::responsiveness;
-use crate::table::{Table, figure_or_dash};
+use crate::stats::ratio;
+use crate::table::{Columns, Table};
 
 const SELECTIVE: &str = "hearth-level-31-chunk-128";
 const WHOLE: &str = "hearth-level-1-chunk-128";
@@ -15,9 +16,7 @@ pub fn summarise(record: &mut Record, profiles: &[Profile]) {
     for &profile in profiles {
         summarise_profile(record, profile);
     }
-    // The higher of the peaks measured from outside and by the keeper.
-    let peaks = ["budget_peak_pct", "keeper_peak_pct"].into_iter().filter_map(|metric| record.highest(metric));
-    let peak = peaks.reduce(f64::max);
+    let peak = record.highest(&BUDGET_PEAKS);
     record.summarise("budget_peak_pct", peak);
     responsiveness::summarise(record);
 }
@@ -26,7 +25,6 @@ fn summarise_profile(record: &mut Record, profile: Profile) {
     let case = |side: &str| format!("{side}@{}", profile.name());
     let of = |record: &Record, side: &str, metric: &str| record.median(&case(side), metric);
     let downtime = |record: &Record, side: &str| of(record, side, "downtime_s");
-    let ratio = |over: Option<f64>, under: Option<f64>| over.zip(under).map(|(over, under)| over / under);
     let hearth = downtime(record, SELECTIVE);
     for (key, side) in [
         ("downtime_s", SELECTIVE),
@@ -67,11 +65,9 @@ fn summarise_profile(record: &mut Record, profile: Profile) {
     }
 }
 
-type Columns = [(&'static str, &'static str)];
-
 /// One table: sides in rows, profiles as blocks of rows.
 pub fn table(record: &Record) -> Table {
-    const COLUMNS: &Columns = &[
+    const COLUMNS: &Columns<'_> = &[
         ("downtime s", "downtime_s"),
         ("dump s", "dump_s"),
         ("dump MiB", "dump_mib"),
@@ -80,32 +76,27 @@ pub fn table(record: &Record) -> Table {
         ("guest waited ms", "guest_wait_ms"),
         ("memory peak %", "budget_peak_pct"),
     ];
-    let mut cases: Vec<&str> = Vec::new();
-    for row in &record.rows {
-        if !cases.contains(&row.case.as_str()) {
-            cases.push(&row.case);
-        }
-    }
-    side_by_side(record, "side@profile", COLUMNS, cases.into_iter().map(|case| (case.to_owned(), case.to_owned())))
+    let cases = record.cases().into_iter().map(|case| (case.to_owned(), case.to_owned()));
+    Table::of_cases(record, "side@profile", COLUMNS, cases)
 }
 
 /// Chunk sizes compared, as in the paper's Table 3.
 pub fn chunk_table(record: &Record) -> Table {
-    const COLUMNS: &Columns = &[
+    const COLUMNS: &Columns<'_> = &[
         ("downtime s", "downtime_s"),
         ("dump s", "dump_s"),
         ("keeper CPU %", "cpu_pct"),
         ("guest waited ms", "guest_wait_ms"),
     ];
     let line = |chunk: &u64| (format!("{chunk} MiB"), at_paper(&format!("hearth-level-1-chunk-{chunk}")));
-    side_by_side(record, "chunk", COLUMNS, measured(record, Shape::of(false).chunks_mib.iter().map(line)))
+    Table::of_cases(record, "chunk", COLUMNS, Shape::of(false).chunks_mib.iter().map(line))
 }
 
 /// Disk policies compared while a boot needs the disk, as in the paper's Table 6.
 pub fn policy_table(record: &Record) -> Table {
-    const COLUMNS: &Columns = &[("downtime s", "downtime_s"), ("dump s", "dump_s")];
+    const COLUMNS: &Columns<'_> = &[("downtime s", "downtime_s"), ("dump s", "dump_s")];
     let line = |policy: &&str| ((*policy).to_owned(), at_paper(&format!("hearth-{policy}")));
-    side_by_side(record, "disk_time", COLUMNS, measured(record, Shape::of(false).policies.iter().map(line)))
+    Table::of_cases(record, "disk_time", COLUMNS, Shape::of(false).policies.iter().map(line))
 }
 
 /// The case of a side at the profile of the comparisons.
@@ -113,34 +104,12 @@ fn at_paper(side: &str) -> String {
     format!("{side}@{}", Profile::Paper.name())
 }
 
-fn measured(record: &Record, lines: impl Iterator<Item = (String, String)>) -> Vec<(String, String)> {
-    lines.filter(|(_, case)| record.median(case, "downtime_s").is_some()).collect()
-}
-
-/// A table with a row for each of `lines`: its name, and its case.
-fn side_by_side(
-    record: &Record,
-    what: &str,
-    columns: &Columns,
-    lines: impl IntoIterator<Item = (String, String)>,
-) -> Table {
-    let mut table = Table::new(std::iter::once(what).chain(columns.iter().map(|column| column.0)));
-    for (name, case) in lines {
-        let figures = columns.iter().map(|(_, metric)| figure_or_dash(record.median(&case, metric)));
-        table.row(std::iter::once(name).chain(figures));
-    }
-    table
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::host::facts::{Accelerator, HostFacts};
 
     fn record() -> Record {
-        let machine = HostFacts::gather(Accelerator::Tcg);
-        let mut record = Record::new("crash", true, machine, "QEMU".into(), "max");
-        for (case, metric, value) in [
+        let rows = [
             ("plain-reboot@paper", "downtime_s", 10.0),
             ("qemu-dump@paper", "downtime_s", 70.0),
             ("qemu-makedumpfile@paper", "dump_s", 80.0),
@@ -153,10 +122,8 @@ mod tests {
             ("hearth-level-1-chunk-10@paper", "cpu_pct", 40.0),
             ("hearth-dump-first@paper", "downtime_s", 20.0),
             ("hearth-level-31-chunk-128@cloud", "dump_s", 1.0),
-        ] {
-            record.add(case, metric, "", value);
-        }
-        record
+        ];
+        Record::of("crash", rows)
     }
 
     #[test]
@@ -193,7 +160,7 @@ mod tests {
         let record = record();
         assert_eq!(table(&record).text().lines().count(), 2 + 8);
         let chunks = chunk_table(&record).text();
-        assert_eq!(chunks.lines().count(), 2 + 1, "only measured chunk sizes have a row: {chunks}");
+        assert_eq!(chunks.lines().count(), 2 + 2, "only measured chunk sizes have a row: {chunks}");
         assert!(chunks.contains("128 MiB        9.00"), "{chunks}");
         let policies = policy_table(&record).text();
         assert!(policies.lines().count() == 2 + 1 && policies.contains("dump-first        20.0"), "{policies}");

@@ -24,7 +24,7 @@ use super::storage_daemon::{PACKAGE, StorageDaemon, TOOL};
 use super::{NAME, Options, Server, image};
 use crate::host::scratch::Scratch;
 use crate::record::Record;
-use crate::stats;
+use crate::stats::{self, ratio};
 use crate::table::{Table, figure_or_dash};
 
 const CLUSTER_BLOCKS: u64 = 16;
@@ -278,8 +278,7 @@ fn summarise(record: &mut Record) {
             let raw = median(record, Kind::RAW, Server::Hearth, metric);
             let qemu = median(record, kind, Server::Qemu, metric);
             for (other, value) in [("raw", raw), ("qemu", qemu)] {
-                let ratio = own.zip(value).map(|(own, other)| own / other);
-                record.summarise(&format!("{}_{metric}_vs_{other}_ratio", kind.name), ratio);
+                record.summarise(&format!("{}_{metric}_vs_{other}_ratio", kind.name), ratio(own, value));
             }
         }
     }
@@ -314,7 +313,6 @@ pub fn table(record: &Record) -> Table {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::host::facts::{Accelerator, HostFacts};
 
     #[test]
     fn every_cluster_is_first_written_once() {
@@ -339,11 +337,8 @@ mod tests {
 
     #[test]
     fn formats_are_compared_with_raw_and_qemu() {
-        let machine = HostFacts::gather(Accelerator::Tcg);
-        let mut record = Record::new("disk", true, machine, "QEMU".into(), "max");
-        for (case, us) in [("qcow2@hearth", 90.0), ("raw@hearth", 60.0), ("qcow2@qemu", 75.0)] {
-            record.add(case, "read4k_us_p50", "us", us);
-        }
+        let medians = [("qcow2@hearth", 90.0), ("raw@hearth", 60.0), ("qcow2@qemu", 75.0)];
+        let mut record = Record::of("disk", medians.map(|(case, us)| (case, "read4k_us_p50", us)));
         summarise(&mut record);
         assert_eq!(record.summary["qcow2_read4k_vs_raw_ratio"], 1.5);
         assert_eq!(record.summary["qcow2_read4k_vs_qemu_ratio"], 1.2);

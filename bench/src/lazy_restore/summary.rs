@@ -5,7 +5,7 @@ use crate::host::profile::Profile;
 use crate::load::trace::{Sample, Trace};
 use crate::record::Record;
 use crate::responsiveness;
-use crate::stats;
+use crate::stats::{self, ratio};
 use crate::table::{Table, figure_or_dash};
 
 /// Ratio to the steady state below which a service counts as usable.
@@ -55,7 +55,6 @@ fn sides() -> impl Iterator<Item = &'static str> {
 
 pub fn summarise(record: &mut Record, profiles: &[Profile]) {
     let median = |case: &str, metric: &str| stats::median(record.values(case, metric));
-    let ratio = |one: Option<f64>, other: Option<f64>| Some(one? / other?);
     let mut figures: Vec<(String, Option<f64>)> = Vec::new();
     for place in profiles.iter().map(|profile| profile.name()).chain([store::STORE]) {
         let key = |metric: String| match place {
@@ -116,9 +115,7 @@ pub fn summarise(record: &mut Record, profiles: &[Profile]) {
     ] {
         figures.push((metric.to_owned(), value));
     }
-    for (metric, value) in figures {
-        record.summarise(&metric, value);
-    }
+    record.summarise_all(figures);
     responsiveness::summarise(record);
 }
 
@@ -157,11 +154,10 @@ pub fn table(record: &Record) -> Table {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::host::facts::{Accelerator, HostFacts};
 
     #[test]
     fn table_rows_follow_from_measured_values_only() {
-        let mut record = Record::new("restore", true, HostFacts::gather(Accelerator::Tcg), "QEMU".into(), "max");
+        let mut record = Record::of("restore", []);
         record.add("traces", "second_pages", "", 1675.0);
         record.add("lazy@cloud", "pages_prefetched", "", 0.0);
         summarise(&mut record, &[Profile::Cloud]);

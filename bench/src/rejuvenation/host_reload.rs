@@ -74,13 +74,12 @@ fn add(case: &str, figures: &Figures, record: &mut Record) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::host::facts::{Accelerator, HostFacts};
 
     #[test]
     fn lost_guest_lowers_both_figures() {
         let machine =
             |resumed| Reloaded { name: "a".into(), resumed, ram_same: resumed, stood_ms: resumed.then_some(9) };
-        let mut record = Record::new("trial", true, HostFacts::gather(Accelerator::Tcg), "QEMU".into(), "max");
+        let mut record = Record::of("trial", []);
         add(CASE, &Figures { machines: vec![machine(true), machine(false)] }, &mut record);
         assert_eq!((record.summary["host_reload_resumed"], record.summary["ram_checksum_ok"]), (0.5, 0.0));
         assert_eq!(record.values(CASE, "stood_ms"), [9.0]);

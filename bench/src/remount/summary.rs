@@ -4,7 +4,8 @@
 use super::{Cell, Side, case, write_cost};
 use crate::host::profile::Profile;
 use crate::record::Record;
-use crate::table::{Table, figure_or_dash};
+use crate::stats::ratio;
+use crate::table::{Columns, Table};
 
 /// Metrics of reads answered from memory, and of that memory.
 const OF_MEMORY: [&str; 9] = [
@@ -21,7 +22,6 @@ const OF_MEMORY: [&str; 9] = [
 
 pub fn summarise(record: &mut Record, cells: &[Cell]) {
     let mut figures: Vec<(String, Option<f64>)> = Vec::new();
-    let ratio = |one: Option<f64>, other: Option<f64>| Some(one? / other?);
     for cell in cells {
         let volumes = cell.volumes;
         for &profile in &cell.profiles {
@@ -59,53 +59,28 @@ pub fn summarise(record: &mut Record, cells: &[Cell]) {
     for (figure, metric) in [("write_cost_pct", "cost_pct"), ("write_keep_us", "keep_us")] {
         figures.push((figure.to_owned(), record.median(write_cost::CASE, metric)));
     }
-    for (metric, value) in figures {
-        record.summarise(&metric, value);
-    }
+    record.summarise_all(figures);
 }
 
 pub fn table(record: &Record) -> Table {
-    let mut table = Table::new([
-        "side-volumes@profile",
-        "mount s",
-        "ready s",
-        "read MiB",
-        "reads",
-        "writes",
-        "host cache MiB",
-        "boot set MiB",
-        "NVRAM MiB",
-        "hits %",
-        "hit us p50",
-    ]);
+    const COLUMNS: &Columns<'_> = &[
+        ("mount s", "mount_s"),
+        ("ready s", "ready_s"),
+        ("read MiB", "read_mib"),
+        ("reads", "read_ops"),
+        ("writes", "write_ops"),
+        ("host cache MiB", "host_cache_mib"),
+        ("boot set MiB", "cached_mib"),
+        ("NVRAM MiB", "nvram_mib"),
+        ("hits %", "hit_pct"),
+        ("hit us p50", "hit_us_p50"),
+    ];
     let mut volumes: Vec<usize> = record.rows.iter().filter_map(|row| volumes_of(&row.case)).collect();
     volumes.sort_unstable();
     volumes.dedup();
-    for volumes in volumes {
-        for profile in Profile::ALL {
-            for side in Side::ALL {
-                let case = case(side, volumes, profile);
-                if record.median(&case, "ready_s").is_none() {
-                    continue;
-                }
-                let metrics = [
-                    "mount_s",
-                    "ready_s",
-                    "read_mib",
-                    "read_ops",
-                    "write_ops",
-                    "host_cache_mib",
-                    "cached_mib",
-                    "nvram_mib",
-                    "hit_pct",
-                    "hit_us_p50",
-                ];
-                let figures = metrics.map(|metric| figure_or_dash(record.median(&case, metric)));
-                table.row([case.clone()].into_iter().chain(figures));
-            }
-        }
-    }
-    table
+    let cells = volumes.into_iter().flat_map(|volumes| Profile::ALL.map(|profile| (volumes, profile)));
+    let cases = cells.flat_map(|(volumes, profile)| Side::ALL.map(|side| case(side, volumes, profile)));
+    Table::of_cases(record, "side-volumes@profile", COLUMNS, cases.map(|case| (case.clone(), case)))
 }
 
 fn volumes_of(case: &str) -> Option<usize> {
@@ -115,12 +90,10 @@ fn volumes_of(case: &str) -> Option<usize> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::host::facts::{Accelerator, HostFacts};
 
     #[test]
     fn sides_are_compared() {
-        let machine = HostFacts::gather(Accelerator::Tcg);
-        let mut record = Record::new(super::super::NAME, false, machine, "QEMU".into(), "max");
+        let mut record = Record::of(super::super::NAME, []);
         let mut add = |side, metric, value| record.add(&case(side, 400, Profile::Paper), metric, "", value);
         add(Side::BootSet, "ready_s", 10.0);
         add(Side::Direct, "ready_s", 40.0);

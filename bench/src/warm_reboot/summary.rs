@@ -1,19 +1,17 @@
 //! The summary's figures and the table, from the rows.
 
 use crate::host::profile::Profile;
-use crate::record::Record;
+use crate::record::{BUDGET_PEAKS, Record};
 use crate::sides::Stack;
-use crate::stats::{self, degradation_pct};
-use crate::table::{Table, figure_or_dash};
+use crate::stats::{self, degradation_pct, ratio};
+use crate::table::{Columns, Table};
 
 /// Adds the figures of every profile that was run; those over all profiles have no suffix.
 pub fn summarise(record: &mut Record, profiles: &[Profile]) {
     for &profile in profiles {
         summarise_profile(record, profile);
     }
-    // The higher of the peaks measured from outside and by the keeper.
-    let peaks = ["budget_peak_pct", "keeper_peak_pct"].into_iter().filter_map(|metric| record.highest(metric));
-    let peak = peaks.reduce(f64::max);
+    let peak = record.highest(&BUDGET_PEAKS);
     record.summarise("budget_peak_pct", peak);
     record.summarise("bad_blocks_served", record.total("bad_blocks_served"));
     record.summarise("faults_injected", record.total("faults_injected"));
@@ -40,7 +38,7 @@ fn summarise_profile(record: &mut Record, profile: Profile) {
     }
     let (warm, ram) = (of(record, "hearth-warm", "boot_s"), ram_boot_s(record));
     record.summarise(&profile.key("boot_ram_s"), ram);
-    record.summarise(&profile.key("boot_warm_over_ram"), warm.zip(ram).map(|(warm, ram)| warm / ram));
+    record.summarise(&profile.key("boot_warm_over_ram"), ratio(warm, ram));
     for stack in [Stack::QemuDirect, Stack::QemuHostCache, Stack::PmemDax, Stack::Ram] {
         let key = format!("web_degradation_{}_pct", stack.name().replace('-', "_"));
         record.summarise(&profile.key(&key), of(record, stack.name(), "web_degradation_pct"));
@@ -56,7 +54,7 @@ fn ram_boot_s(record: &Record) -> Option<f64> {
 
 /// One table for all profiles: sides in rows, profiles as blocks of rows.
 pub fn table(record: &Record) -> Table {
-    const COLUMNS: [(&str, &str); 9] = [
+    const COLUMNS: &Columns<'_> = &[
         ("read before MiB/s", "read_before_mib_s"),
         ("first after", "read_first_mib_s"),
         ("second", "read_second_mib_s"),
@@ -66,35 +64,19 @@ pub fn table(record: &Record) -> Table {
         ("boot s", "boot_s"),
         ("boot reads MiB", "disk_read_for_boot_mib"),
         ("files read MiB", "disk_read_after_mib"),
+        ("extra host memory MiB", "host_page_cache_mib"),
     ];
-    let mut head = vec!["side@profile"];
-    head.extend(COLUMNS.iter().map(|column| column.0));
-    head.push("extra host memory MiB");
-    let mut table = Table::new(head);
-    for profile in Profile::ALL {
-        for side in Stack::ALL.iter().flat_map(|stack| stack.ways().iter().map(|way| stack.side(*way))) {
-            let case = format!("{side}@{}", profile.name());
-            if !record.rows.iter().any(|row| row.case == case) {
-                continue;
-            }
-            let mut cells = vec![case.clone()];
-            cells.extend(COLUMNS.iter().map(|(_, metric)| figure_or_dash(record.median(&case, metric))));
-            cells.push(figure_or_dash(record.median(&case, "host_page_cache_mib")));
-            table.row(cells);
-        }
-    }
-    table
+    let sides = || Stack::ALL.iter().flat_map(|stack| stack.ways().iter().map(|way| stack.side(*way)));
+    let cases = Profile::ALL.iter().flat_map(|profile| sides().map(move |side| format!("{side}@{}", profile.name())));
+    Table::of_cases(record, "side@profile", COLUMNS, cases.map(|case| (case.clone(), case)))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::host::facts::{Accelerator, HostFacts};
 
     fn record() -> Record {
-        let machine = HostFacts::gather(Accelerator::Tcg);
-        let mut record = Record::new("warm-reboot", true, machine, "QEMU".into(), "max");
-        for (case, metric, value) in [
+        let rows = [
             ("hearth-warm@paper", "read_before_mib_s", 2000.0),
             ("hearth-warm@paper", "read_first_mib_s", 500.0),
             ("hearth-warm@paper", "boot_s", 7.7),
@@ -104,10 +86,8 @@ mod tests {
             ("hearth-warm@cloud", "budget_peak_pct", 100.5),
             ("hearth-warm@cloud", "keeper_peak_pct", 101.7),
             ("hearth-warm@cloud", "boot_s", 7.5),
-        ] {
-            record.add(case, metric, "", value);
-        }
-        record
+        ];
+        Record::of("warm-reboot", rows)
     }
 
     #[test]
