@@ -24,7 +24,7 @@ use crate::event_log::EventLog;
 use crate::folders::Folders;
 use crate::http::{Context, Server};
 use crate::machine::images::InheritedLocks;
-use crate::machine::restore::RestoreOrder;
+use crate::machine::lazy_restore::RestoreOrder;
 use crate::machine::{self, ConfigurationFile, End, Machine, MachineError, Next, Outside, QemuChoice, load_journal};
 use crate::notify::{Notice, notify};
 use crate::runtime_root::RuntimeRoot;

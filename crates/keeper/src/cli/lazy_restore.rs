@@ -26,7 +26,7 @@ use super::{CliError, Context, Exit, absolute, configuration};
 use crate::config::{ConfigFile, InForce, SECONDS_MAX, Setting};
 use crate::drill::drill;
 use crate::folders::{Folders, restored_disk};
-use crate::machine::restore::{Probe, RestoreOrder, Trace};
+use crate::machine::lazy_restore::{Probe, RestoreOrder, Trace};
 use crate::object_store::saved_disks;
 use crate::runtime_root::RuntimeRoot;
 

@@ -17,7 +17,7 @@ use super::object_store::{StoreArguments, place};
 use super::trust::Trust;
 use super::{CliError, absolute};
 use crate::config::SECONDS_MAX;
-use crate::machine::restore::{Probe, RestoreOrder, Trace};
+use crate::machine::lazy_restore::{Probe, RestoreOrder, Trace};
 use crate::run::Start;
 use crate::runtime_root::RuntimeRoot;
 use crate::upgrade::Inheritance;

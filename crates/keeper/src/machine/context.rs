@@ -12,7 +12,7 @@ use hearth_recovery::journal::{GuestNote, Journal, JournalError};
 use super::images::InheritedLocks;
 use super::in_force::Next;
 use super::launch_job::Run;
-use super::restore::RestoreOrder;
+use super::lazy_restore::RestoreOrder;
 use crate::config::{Config, ConfigFile, Configured};
 use crate::console::Hub;
 use crate::control::Occupation;

@@ -1,7 +1,7 @@
 //! Errors that end a machine.
 
 use super::generation::LaunchError;
-use super::restore::RestoreFailure;
+use super::lazy_restore::RestoreFailure;
 use crate::folders::FolderError;
 
 /// Why a machine ended for good, or could not be started.

@@ -23,7 +23,7 @@ use hearth_recovery::journal::QemuIdentity;
 use super::Context;
 use super::disks::Disks;
 use super::generation::Generation;
-use super::restore::Restoring;
+use super::lazy_restore::Restoring;
 use super::warm_reboot::WarmReboot;
 use crate::event::{AdmissionMessage, Event};
 

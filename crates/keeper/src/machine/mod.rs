@@ -36,7 +36,7 @@
 //! A machine that crashes again and again, or whose next QEMU does not start, waits in Recovering before its next start
 //! (`crash_loop`).
 //!
-//! A rejuvenation happens within Running: the incarnation stays, the QEMU changes (see `rejuvenate`). A guest that is parked
+//! A rejuvenation happens within Running: the incarnation stays, the QEMU changes (see `rejuvenation`). A guest that is parked
 //! (`park`) goes from Running to Stopped, and with the next keeper from Starting to Running.
 //!
 //! Every other way out of Running goes through the end of QEMU's process, seen by its pidfd: only then is its memory dead and
@@ -51,11 +51,11 @@
 //! | `Context` (`context`) | configuration, folders, QEMU's program, journal, event log: what all parts share |
 //! | `WarmReboot` (`warm_reboot`, `fast_remount`) | ember, boot set, tags, budget, memory monitor |
 //! | `FastRemount` (`fast_remount`) | until when a boot is noted, the readiness probe |
-//! | `GuestMemory` (`gate`, `restore`) | the gate before the guest's memory, its way out of a snapshot |
+//! | `GuestMemory` (`gate`, `lazy_restore`) | the gate before the guest's memory, its way out of a snapshot |
 //! | `Disks` (`disks`, `images`, `nvram`, `backfill`) | servers, images, NVRAM, backfill |
 //! | `State` (`state`, `actions`, `lives`) | where the machine stands: the guest and its QEMU, the order, the next guest's start or the wait before it |
 //! | `LastRecovery` (`timeline`) | how long each phase of the last recovery took |
-//! | `Rejuvenations` (`rejuvenate`, `park`, `upgrade`, `age`) | the hop under way, the last hop, the schedule, the guest that is being parked, the successor |
+//! | `Rejuvenations` (`rejuvenation`, `park`, `upgrade`, `age`) | the hop under way, the last hop, the schedule, the guest that is being parked, the successor |
 //! | `Saves` (`save`, `frozen`) | the save under way, frozen file systems |
 //! | `CrashRecovery` (`crash_recovery`, `dumps`, `crash_loop`) | dumps, crashes, harvested registers |
 
@@ -79,6 +79,7 @@ pub mod images;
 mod in_force;
 mod launch;
 mod launch_job;
+pub mod lazy_restore;
 mod leave;
 mod leftovers;
 mod lives;
@@ -89,8 +90,7 @@ mod orders;
 mod park;
 mod passt;
 mod ready;
-mod rejuvenate;
-pub mod restore;
+mod rejuvenation;
 mod save;
 mod space;
 mod stale_session;
@@ -129,8 +129,8 @@ pub use in_force::Next;
 use lives::NextLife;
 use locked_files::LockedFiles;
 use park::Parking;
-pub use rejuvenate::GUEST_DIED_WITH_QEMU;
-use rejuvenate::Rejuvenations;
+pub use rejuvenation::GUEST_DIED_WITH_QEMU;
+use rejuvenation::Rejuvenations;
 use save::Saves;
 use state::{Input, State};
 pub use takeover::could_take_over;

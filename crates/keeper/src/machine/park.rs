@@ -42,7 +42,7 @@ use super::disks::firmware_vars;
 use super::generation::{Devices, Generation, LaunchError, Plan};
 use super::launch;
 use super::launch_job::Reins;
-use super::rejuvenate::{END_PATIENCE, Rejuvenations, must_have_all_state};
+use super::rejuvenation::{END_PATIENCE, Rejuvenations, must_have_all_state};
 use super::state::Input;
 use super::{Context, Life, Machine, MachineError};
 use crate::config::{Config, NvramConfig};

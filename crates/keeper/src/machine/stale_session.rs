@@ -26,7 +26,7 @@ use hearth_recovery::rejuvenation;
 
 use super::disks::Disks;
 use super::generation::Generation;
-use super::rejuvenate::PAUSE_PATIENCE;
+use super::rejuvenation::PAUSE_PATIENCE;
 use super::{Context, Machine};
 
 /// How long to wait for a QEMU to connect again. It takes a second, or a few on a busy host.
