@@ -16,6 +16,7 @@ pub mod buffer;
 pub mod clock;
 pub mod device;
 pub mod engine;
+pub mod fault_point;
 pub mod gate;
 pub mod image;
 pub mod ledger;

@@ -26,6 +26,7 @@ use vm_memory::{FileOffset, MmapRegion, VolatileMemory};
 
 use super::foreign::MemoryFile;
 use super::wire::InflightSpec;
+use crate::fault_point;
 
 const VERSION: u16 = 1;
 const AREA_ALIGNMENT: usize = 64;
@@ -217,6 +218,7 @@ impl Inflight {
         if head < self.queue_size {
             self.flag(queue, head).store(0, Ordering::Release);
         }
+        fault_point::reach();
         self.head_u16(queue, 14).store(used_index, Ordering::Release);
     }
 

@@ -16,6 +16,7 @@ pub use super::region::FileIdentity;
 use super::region::Region;
 use super::wire::RegionSpec;
 use crate::block::{BLOCK_BYTES, RamPage};
+use crate::fault_point;
 use crate::gate::Gate;
 use crate::write_log::WriteLog;
 
@@ -315,6 +316,7 @@ impl GuestMap {
         self.bring(address, 2)?;
         self.atomic(address)?.store(value.to_le(), order);
         self.intact(self.region(address)?)?;
+        fault_point::reach();
         self.written(address, 2);
         Ok(())
     }

@@ -17,6 +17,7 @@ use super::poller::Watched;
 use super::ring::{Ring, RingFault, RingPlace, part_bytes};
 use super::signaller::Signaller;
 use super::wire::RingAddresses;
+use crate::fault_point;
 
 #[derive(Debug, thiserror::Error)]
 pub enum QueueError {
@@ -326,9 +327,11 @@ impl Queue {
         if let Some(inflight) = inflight {
             inflight.ending(self.index, head);
         }
+        fault_point::reach();
         if let Err(fault) = ring.push(memory, head, bytes) {
             return self.fail(fault);
         }
+        fault_point::reach();
         if let Some(inflight) = inflight {
             inflight.ended(self.index, head, ring.next_used());
         }

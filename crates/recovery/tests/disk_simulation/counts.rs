@@ -22,6 +22,7 @@ macro_rules! counts {
 counts!(
     answers,
     kills,
+    kills_at_fault_points,
     power_cuts,
     crashes,
     hops,

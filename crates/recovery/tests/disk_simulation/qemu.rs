@@ -22,6 +22,7 @@ use rustix::net::{
 };
 
 use crate::guest::{AVAILABLE, Guest, Pages, QUEUE_SIZE, QUEUES, RAM_BYTES, USED, page_of};
+use crate::storage::BLOCK;
 
 /// Address at which QEMU maps guest memory.
 const USER_BASE: u64 = 0x7f00_0000_0000;
@@ -153,6 +154,14 @@ impl Qemu {
     pub fn hang_up(&mut self) {
         (self.stream, self.awaited) = (None, None);
         self.script.clear();
+    }
+
+    /// The server has died. QEMU stops the device, and then unmaps the used rings as written.
+    pub fn lose_server(&mut self) {
+        if self.is_logging && self.is_connected() && self.has_kicked {
+            self.logged |= (0..QUEUES).fold(0, |pages, queue| pages | 1 << (page_of(queue) / BLOCK));
+        }
+        self.hang_up();
     }
 
     /// Starts all queues.

@@ -33,7 +33,10 @@ pub type Stamp = u32;
 pub const FIRST_STAMP: Stamp = 1;
 
 /// Payload of a panic that kills a keeper during its work.
-pub struct Killed;
+pub struct Killed {
+    /// At a fault point of the server: the rings or the inflight region are half written.
+    pub at_fault_point: bool,
+}
 
 /// Bytes of a sector with this stamp.
 pub fn fill(sector: u64, stamp: Stamp, out: &mut [u8]) {
@@ -113,7 +116,7 @@ pub struct Storage {
     bell: Option<OwnedFd>,
     pool: Option<Arc<BufferPool>>,
     pub meter: Meter,
-    /// The keeper dies after this many more accesses to engine or memory.
+    /// The keeper dies after this many more accesses to engine or memory, and fault points.
     pub fuse: Option<u64>,
     /// The next submits fail.
     pub refusals: u64,
@@ -130,12 +133,21 @@ pub fn lock(storage: &Mutex<Storage>) -> MutexGuard<'_, Storage> {
 
 /// Counts down to the keeper's death.
 pub fn burn(storage: &Mutex<Storage>) {
+    burn_at(storage, false);
+}
+
+/// Counts down to the keeper's death at a fault point of the server.
+pub fn burn_at_fault_point(storage: &Mutex<Storage>) {
+    burn_at(storage, true);
+}
+
+fn burn_at(storage: &Mutex<Storage>, at_fault_point: bool) {
     let mut found = lock(storage);
     match &mut found.fuse {
         Some(0) => {
             found.fuse = None;
             drop(found);
-            std::panic::panic_any(Killed);
+            std::panic::panic_any(Killed { at_fault_point });
         }
         Some(left) => *left -= 1,
         None => {}

@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 
 use hearth_disk::boot_set::BootSet;
 use hearth_disk::buffer::BufferPool;
+use hearth_disk::fault_point;
 use hearth_disk::image::{Format, Image, ImageOptions};
 use hearth_disk::server::{Backing, DiskOptions, Expected, Handle, Pause, Tracking, Worker};
 use hearth_disk::tag::Tagger;
@@ -22,7 +23,7 @@ use super::settings::Settings;
 use super::{BLOCKS_MAX, BLOCKS_MIN, DISK, Then, World, log, new_folder};
 use crate::guest::QUEUES;
 use crate::memory::{Dead, Memory};
-use crate::storage::{BLOCK, Killed, SECTOR, SECTORS_A_BLOCK, Storage, lock};
+use crate::storage::{BLOCK, Killed, SECTOR, SECTORS_A_BLOCK, Storage, burn_at_fault_point, lock};
 
 pub(super) struct Keeper {
     pub(super) worker: Worker,
@@ -69,6 +70,8 @@ impl World {
         };
         let tracking = self.tracking();
         let (worker, handle) = Worker::open(options, backing, tracking, self.clock.clone()).unwrap();
+        let storage = Arc::clone(&self.storage);
+        fault_point::set_hook(move || burn_at_fault_point(&storage));
         self.keeper = Some(Keeper { worker, handle, at_once: false, alarm: None });
         // A late write may have made the file longer than the operator's size.
         self.adopt_length(bytes / SECTOR);
@@ -150,14 +153,15 @@ impl World {
                 self.receive();
             }
             Ok(Err(error)) => self.fault(format!("the loop failed: {error}")),
-            Err(payload) if payload.is::<Killed>() => {
-                log!(self, "the keeper dies in the middle of its work");
+            Err(payload) => {
+                let Some(Killed { at_fault_point }) = payload.downcast_ref() else { resume_unwind(payload) };
+                log!(self, "the keeper dies in the middle of its work; at a fault point: {at_fault_point}");
+                self.counts.kills_at_fault_points += u64::from(*at_fault_point && !self.fuse_cuts_power);
                 match self.fuse_cuts_power {
                     true => self.cut_power(),
                     false => self.killed(),
                 }
             }
-            Err(payload) => resume_unwind(payload),
         }
     }
 
@@ -170,7 +174,7 @@ impl World {
 
     pub(super) fn light_fuse(&mut self) {
         if self.keeper.is_some() {
-            lock(&self.storage).fuse = Some(self.random.below(40));
+            lock(&self.storage).fuse = Some(self.random.below(80));
             self.fuse_cuts_power = self.random.one_in(3);
         }
     }
@@ -198,7 +202,7 @@ impl World {
         drop(self.keeper.take());
         lock(&self.storage).abandon(&mut self.random);
         let was_connected = self.qemu.is_connected();
-        self.qemu.hang_up();
+        self.qemu.lose_server();
         (self.successor, self.saved) = (None, None);
         if let Some(mut old) = self.leaving.take()
             && was_connected
