@@ -118,3 +118,25 @@ fn a_dead_qemu_leaves_nothing_that_waits() {
     server.drain(PATIENCE).unwrap();
     assert_eq!(server.counters().waiting_for_space, 0);
 }
+
+#[test]
+fn nothing_waits_for_the_first_qemu_of_a_hop() {
+    let (place, plan) = (Place::new(DISK_BYTES), Plan::new(1));
+    plan.on(0, Fault::HoldFail(libc::ENOSPC));
+    set_full(&plan, true);
+    let (server, _) = serve(&place, &plan);
+    let mut first = Guest::connect(&place.socket(), 1);
+    server.set_handover(true).unwrap();
+    write(&mut first, 3);
+    assert!(plan.wait_until_held(0, PATIENCE));
+    let second = first.successor(&place.socket());
+    wait_until("the second QEMU waits", || server.counters().successor);
+    drop(first);
+    wait_until("the second QEMU is the only one", || !server.counters().successor);
+    // The write finds no space while another connection than its own is served.
+    plan.release(0);
+    wait_until("the write has ended", || server.counters().in_flight == 0);
+    assert_eq!(server.counters().waiting_for_space, 0);
+    drop(second);
+    server.drain(PATIENCE).unwrap();
+}

@@ -27,6 +27,8 @@ pub enum Fault {
     HoldEnd,
     /// Does not reach the image and ends with this errno.
     Fail(i32),
+    /// Does not reach the image and ends with this errno once it is released.
+    HoldFail(i32),
     /// A torn write: only the first bytes reach the image.
     Tear {
         /// Bytes that reach the image.
@@ -222,6 +224,10 @@ impl FlakyEngine {
         self.pending.insert(number, Pending { submission, fault, stage: Stage::AtTheImage });
     }
 
+    fn fail(&mut self, token: u64, errno: i32) {
+        self.ready.push(Completion { token, result: Err(io::Error::from_raw_os_error(errno)) });
+    }
+
     /// Moves every operation as far as it may go now.
     fn collect(&mut self) {
         self.doorbell.clear();
@@ -243,9 +249,12 @@ impl FlakyEngine {
         let held: Vec<u64> = self.pending.iter().filter(|(_, p)| is_held(p)).map(|(&number, _)| number).collect();
         for number in held {
             if self.plan.let_go(number)
-                && let Some(Pending { submission, .. }) = self.pending.remove(&number)
+                && let Some(Pending { submission, fault, .. }) = self.pending.remove(&number)
             {
-                self.start(number, submission, None);
+                match fault {
+                    Some(Fault::HoldFail(errno)) => self.fail(submission.token, errno),
+                    _ => self.start(number, submission, None),
+                }
             }
         }
         if let Err(error) = self.inner.submit() {
@@ -262,7 +271,7 @@ impl FlakyEngine {
             Some(Fault::Overtaken(count)) => overtakers = count,
             Some(Fault::Tear { errno, .. }) => result = Err(io::Error::from_raw_os_error(errno)),
             Some(Fault::HoldEnd) => self.plan.hold(number),
-            Some(Fault::HoldStart | Fault::Fail(_)) | None => {}
+            Some(Fault::HoldStart | Fault::Fail(_) | Fault::HoldFail(_)) | None => {}
         }
         pending.stage = Stage::Ended { result, due, overtakers };
     }
@@ -280,7 +289,8 @@ impl FlakyEngine {
         };
         // An operation that waits to be overtaken, when only held ones are left, would wait for ever.
         let is_overtaken = |pending: &Pending| matches!(pending.stage, Stage::Ended { overtakers: 1.., .. });
-        let is_held = |pending: &Pending| matches!(pending.fault, Some(Fault::HoldStart | Fault::HoldEnd));
+        let is_held =
+            |pending: &Pending| matches!(pending.fault, Some(Fault::HoldStart | Fault::HoldFail(_) | Fault::HoldEnd));
         let is_stuck = |pending: &Pending| is_overtaken(pending) || is_held(pending);
         let first_overtaken = || self.pending.iter().find(|(_, p)| is_overtaken(p)).map(|(&number, _)| number);
         self.pending.iter().find_map(is_free).or_else(|| match self.pending.values().all(is_stuck) {
@@ -323,14 +333,11 @@ impl Engine for FlakyEngine {
     fn push(&mut self, submission: Submission) {
         let (number, fault) = self.plan.state().next_fault();
         match fault {
-            Some(Fault::HoldStart) => {
+            Some(Fault::HoldStart | Fault::HoldFail(_)) => {
                 self.pending.insert(number, Pending { submission, fault, stage: Stage::HeldStart });
                 self.plan.hold(number);
             }
-            Some(Fault::Fail(errno)) => {
-                let result = Err(io::Error::from_raw_os_error(errno));
-                self.ready.push(Completion { token: submission.token, result });
-            }
+            Some(Fault::Fail(errno)) => self.fail(submission.token, errno),
             _ => self.start(number, submission, fault),
         }
     }
