@@ -1,7 +1,9 @@
 //! The machine's events, followed with `hearth events NAME --follow --json` over all keepers of the machine.
 
+use std::fs;
 use std::io::{BufRead, BufReader};
-use std::path::PathBuf;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::thread::JoinHandle;
@@ -34,11 +36,12 @@ impl Follower {
         let followed = Arc::new(Watched::<Followed>::default());
         let (ours, machine) = (Arc::clone(&followed), name.to_owned());
         let follow = move || {
-            let mut command = Command::new(hearth);
+            let (runtime_folder, mut command) = (runtime_root.join(&machine), Command::new(hearth));
             command.args(["events", &machine, "--follow", "--json"]).env("HEARTH_RUNTIME_ROOT", runtime_root);
-            // While there is no keeper yet the command only prints that it was refused.
+            // Without a keeper the command prints the events of its file, and then that there is none.
             command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null());
-            while follow_once(&ours, &mut command) {
+            let mut seen = None;
+            while await_news(&ours, &runtime_folder, &mut seen) && follow_once(&ours, &mut command) {
                 std::thread::sleep(REDIAL);
             }
         };
@@ -68,6 +71,23 @@ impl Drop for Follower {
         if let Some(thread) = self.thread.take() {
             // A panic of that thread was printed when it happened.
             let _ = thread.join();
+        }
+    }
+}
+
+/// Waits until a keeper listens, or the file of events is not the one that was `seen`. Returns false once the follower was
+/// dropped. The command is not started for nothing: a saved machine has no keeper while its clones are tested, and twenty starts a
+/// second would read all of its events each time.
+fn await_news(followed: &Watched<Followed>, runtime_folder: &Path, seen: &mut Option<(u64, SystemTime)>) -> bool {
+    loop {
+        let file = fs::metadata(runtime_folder.join("events.jsonl")).ok();
+        let now = file.and_then(|file| Some((file.len(), file.modified().ok()?)));
+        if now != *seen || UnixStream::connect(runtime_folder.join("api.sock")).is_ok() {
+            *seen = now;
+            return true;
+        }
+        if followed.wait(REDIAL, |followed| followed.over.then_some(())).is_some() {
+            return false;
         }
     }
 }
