@@ -104,6 +104,11 @@ pub fn probe() -> Result<PathBuf> {
     existing(guest().join("probe/probe"))
 }
 
+/// The folder for the saves of booted guests.
+pub(crate) fn saved_guests() -> PathBuf {
+    root().join("target/saved-guests")
+}
+
 /// The binary under test.
 pub fn hearth() -> Result<PathBuf> {
     let path = match std::env::var_os("HEARTH_BIN") {

@@ -86,6 +86,11 @@ impl Disk {
         self
     }
 
+    /// Whether the machine uses an image that belongs to its test.
+    pub(crate) fn is_in_place(&self) -> bool {
+        matches!(self.contents, Contents::InPlace(_))
+    }
+
     /// Makes the image `diskN.img` in `folder`, and returns its path.
     pub(crate) fn make(&self, folder: &Path, index: usize) -> Result<PathBuf> {
         let image = folder.join(format!("disk{index}.img"));

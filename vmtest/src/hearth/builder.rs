@@ -6,12 +6,17 @@ use toml::{Table, Value};
 
 use super::TestVm;
 use super::files::Files;
+use super::saved::SavedGuest;
 use crate::artifacts::{self, Boot, CPU_MODEL};
 use crate::disk::Disk;
 use crate::error::Result;
 use crate::guest::Output;
 use crate::net::free_port;
 use crate::slots;
+
+/// Keys that neither QEMU nor the guest knows of, so that a restored machine may have other values than the saved one. The keys of
+/// `[crash]` are of this kind too.
+const HOST_KEYS: [&str; 1] = ["on_panic"];
 
 pub struct TestVmBuilder {
     name: String,
@@ -160,6 +165,52 @@ impl TestVmBuilder {
         Ok(vm)
     }
 
+    /// Like [`Self::boot`], but the guest was booted before. The first test that needs such a guest boots and saves it. Each test
+    /// restores its own copy lazily, and this returns when all memory has arrived. Use it in tests whose subject is neither the
+    /// boot nor a fresh machine. It differs from a machine that was booted:
+    ///
+    /// - Its first events are those of a restore.
+    /// - `machine.toml` and the disks are in `machine/`, and the disks are qcow2 images over those of the save.
+    /// - All guests from one save have the same nonce until they reboot.
+    pub fn running(mut self) -> Result<TestVm> {
+        assert!(self.nets.is_empty(), "a save cannot have the ports of its machine's network");
+        let in_place = self.disks.iter().flatten().any(Disk::is_in_place);
+        assert!(!in_place, "the disks of a save are copies");
+        let (name, runtime_root) = (std::mem::replace(&mut self.name, "saved".into()), self.runtime_root.take());
+        let files = Files::make_restored(&name, runtime_root)?;
+        let mut settings = vec![("memory_folder".to_owned(), text(files.memory_folder()))];
+        settings.extend(HOST_KEYS.into_iter().filter_map(|key| Some((key.to_owned(), self.settings.remove(key)?))));
+        let crash = crash_section(&files, std::mem::take(&mut self.crash));
+        settings.extend(crash.into_iter().map(|(key, value)| (format!("crash.{key}"), value)));
+        let settings: Vec<_> = settings.into_iter().map(|(key, value)| format!("{key}={value}")).collect();
+        let (description, programs) = (self.description(), self.programs()?);
+        let saved = SavedGuest::ensure(&artifacts::saved_guests(), &description, &programs, |snapshot| {
+            // Without a slot: a test that has one may wait for this save.
+            let (name, files) = (self.name.clone(), self.prepare()?);
+            let vm = TestVm::launch(&name, files, None, None)?;
+            vm.wait_incarnation(1)?;
+            vm.save_and_stop(snapshot).map(drop)
+        })?;
+        let slot = files.has_own_root().then(slots::take);
+        TestVm::from_save(&name, files, slot, saved, &settings)
+    }
+
+    /// Everything that the guest depends on, except for the programs.
+    fn description(&self) -> String {
+        format!("{:?}\n{}\n{:?}", self.boot, self.settings, self.disks)
+    }
+
+    /// The files of the programs that make the guest.
+    fn programs(&self) -> Result<Vec<PathBuf>> {
+        let qemu = match self.settings.get("qemu").and_then(Value::as_str) {
+            Some(path) => path.into(),
+            None => artifacts::qemu()?,
+        };
+        let qemu = if qemu.is_absolute() { qemu } else { artifacts::installed_qemu()? };
+        let boot = self.boot.iter().flat_map(|boot| [boot.kernel.clone(), boot.initrd.clone()]);
+        Ok([artifacts::hearth()?, qemu].into_iter().chain(boot).collect())
+    }
+
     /// Starts the keeper without waiting.
     pub fn start(self) -> Result<TestVm> {
         let slot = self.runtime_root.is_none().then(slots::take);
@@ -194,11 +245,7 @@ impl TestVmBuilder {
         }
         config.insert("on_panic".into(), "recover".into());
         config.extend(self.settings);
-        let mut crash = Table::new();
-        crash.insert("dump_folder".into(), text(&files.dump_folder()));
-        crash.insert("min_free".into(), "1MiB".into());
-        crash.extend(self.crash);
-        config.insert("crash".into(), crash.into());
+        config.insert("crash".into(), crash_section(&files, self.crash).into());
         // A test of firmware has already set what to boot from.
         if !config.contains_key("boot") {
             config.insert("boot".into(), boot_section(self.boot?).into());
@@ -214,6 +261,14 @@ impl TestVmBuilder {
         files.write_config(&config)?;
         Ok(files)
     }
+}
+
+fn crash_section(files: &Files, settings: Table) -> Table {
+    let mut section = Table::new();
+    section.insert("dump_folder".into(), text(&files.dump_folder()));
+    section.insert("min_free".into(), "1MiB".into());
+    section.extend(settings);
+    section
 }
 
 fn boot_section(boot: Boot) -> Table {

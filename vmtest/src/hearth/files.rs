@@ -37,6 +37,12 @@ impl Files {
         Self { config, folder, _memory: Some(memory), memory_folder, runtime_root }.with_root()
     }
 
+    /// Makes the folders of a machine that `hearth restore` makes in one of them.
+    pub fn make_restored(name: &str, runtime_root: Option<PathBuf>) -> Result<Self> {
+        let files = Self::make(name, runtime_root)?;
+        Ok(Self { config: files.folder().join("machine/machine.toml"), ..files })
+    }
+
     /// Makes the folders of a machine that is restored from a snapshot of the machine with the files `saved`.
     pub fn make_beside(name: &str, saved: &Self) -> Result<Self> {
         let parent = std::env::temp_dir();
@@ -66,6 +72,10 @@ impl Files {
     /// apart.
     pub fn runtime_root(&self) -> PathBuf {
         self.runtime_root.clone()
+    }
+
+    pub fn has_own_root(&self) -> bool {
+        self.runtime_root.starts_with(self.folder())
     }
 
     pub fn console_socket(&self, name: &str) -> PathBuf {

@@ -4,6 +4,7 @@ mod builder;
 mod events;
 mod files;
 mod parked;
+mod saved;
 
 use std::io::{self, Read, Write};
 use std::os::unix::net::UnixStream;
@@ -19,6 +20,7 @@ pub use builder::TestVmBuilder;
 use events::Follower;
 use files::Files;
 pub use parked::Parked;
+use saved::SavedGuest;
 
 use crate::artifacts;
 use crate::console::Line;
@@ -52,6 +54,8 @@ pub struct TestVm {
     files: Files,
     /// `None`: the machine uses the slot of another machine.
     _slot: Option<Slot>,
+    /// The save that this machine's disks lie over.
+    saved: Option<SavedGuest>,
 }
 
 impl TestVm {
@@ -94,7 +98,16 @@ impl TestVm {
     fn prepare(name: &str, files: Files, http_port: Option<u16>, slot: Option<Slot>) -> Result<Self> {
         let guest = Guest::open(name, Line::Call(files.console_socket(name)))?;
         let events = Follower::start(name, artifacts::hearth()?, files.runtime_root())?;
-        Ok(Self { name: name.into(), keeper: Mutex::new(None), guest, events, http_port, files, _slot: slot })
+        Ok(Self {
+            name: name.into(),
+            keeper: Mutex::new(None),
+            guest,
+            events,
+            http_port,
+            files,
+            _slot: slot,
+            saved: None,
+        })
     }
 
     /// `hearth restore SNAPSHOT --as NAME`, without waiting. The snapshot is of `self`, which must outlive the new machine.
@@ -117,6 +130,33 @@ impl TestVm {
         command.envs(variables.iter().copied());
         vm.spawn_keeper(command)?;
         Ok(vm)
+    }
+
+    /// Restores a machine from the tests' own save of a guest, and waits until it is like any other running machine: its memory is
+    /// complete, and its readiness was read. `settings` are those that the save does not have.
+    fn from_save(name: &str, files: Files, slot: Option<Slot>, saved: SavedGuest, settings: &[String]) -> Result<Self> {
+        let mut vm = Self::prepare(name, files, None, slot)?;
+        let mut command = Command::new(artifacts::hearth()?);
+        command.arg("restore").arg(saved.snapshot()).args(["--as", name, "--lazy", "--trust-config"]);
+        command.arg("--folder").arg(vm.files.config().parent().unwrap_or(Path::new("/")));
+        command.args(settings.iter().flat_map(|setting| ["--set", setting]));
+        vm.saved = Some(saved);
+        vm.spawn_keeper(command)?;
+        vm.wait_running()?;
+        vm.wait_event("all memory is there", |event| event["kind"] == "restore_complete")?;
+        vm.await_greeting()?;
+        Ok(vm)
+    }
+
+    /// Has the guest's agent announce its readiness again, for a guest that did so before its save.
+    fn await_greeting(&self) -> Result<()> {
+        for _ in 0..20 {
+            self.guest().type_line("hello")?;
+            if self.wait_console("a greeting", patience(1), |heard| heard.ready().first().cloned()).is_ok() {
+                return Ok(());
+            }
+        }
+        self.wait_boots(1).map(drop)
     }
 
     // --- what an operator does
@@ -436,9 +476,14 @@ impl TestVm {
         self.http_port
     }
 
-    /// The folder of the machine's images, `diskN.img`.
+    /// The folder of the machine's images, `diskN.img`, unless it is [`TestVmBuilder::running`].
     pub fn folder(&self) -> &Path {
         self.files.folder()
+    }
+
+    /// `machine.toml`.
+    pub fn config_file(&self) -> &Path {
+        self.files.config()
     }
 
     /// The folder of the machine's RAM files.

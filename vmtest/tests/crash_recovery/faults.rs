@@ -77,7 +77,7 @@ fn dump_survives_keeper_killed_at(vm: &TestVm, moment: impl Fn(&Value) -> bool) 
 
 #[test]
 fn dump_continues_after_keeper_is_killed() -> Result<()> {
-    let vm = slow("killed-writing").boot()?;
+    let vm = slow("killed-writing").running()?;
     vm.panic()?;
     vm.wait_event("the next incarnation", |event| event["kind"] == "incarnation_started" && event["incarnation"] == 2)?;
     let progress = vm.wait_event("some of the dump", |event| {
@@ -97,17 +97,17 @@ fn dump_continues_after_keeper_is_killed() -> Result<()> {
 
 #[test]
 fn dump_survives_keeper_killed_after_registers() -> Result<()> {
-    dump_survives_keeper_killed_at(&slow("killed-harvest").boot()?, |event| event["kind"] == "registers_taken")
+    dump_survives_keeper_killed_at(&slow("killed-harvest").running()?, |event| event["kind"] == "registers_taken")
 }
 
 #[test]
 fn dump_survives_keeper_killed_after_qemu_exit() -> Result<()> {
-    dump_survives_keeper_killed_at(&slow("killed-ended").boot()?, |event| event["kind"] == "qemu_exited")
+    dump_survives_keeper_killed_at(&slow("killed-ended").running()?, |event| event["kind"] == "qemu_exited")
 }
 
 #[test]
 fn dump_survives_keeper_killed_at_next_start() -> Result<()> {
-    dump_survives_keeper_killed_at(&slow("killed-launch").boot()?, |event| {
+    dump_survives_keeper_killed_at(&slow("killed-launch").running()?, |event| {
         event["kind"] == "dump_started" || event["kind"] == "qemu_started" && event["generation"] == 2
     })
 }
@@ -115,7 +115,7 @@ fn dump_survives_keeper_killed_at_next_start() -> Result<()> {
 /// The dump is written except for its name, which another file has; the keeper dies at that point.
 #[test]
 fn dump_survives_keeper_killed_before_rename() -> Result<()> {
-    let vm = slow("killed-finish").boot()?;
+    let vm = slow("killed-finish").running()?;
     vm.panic()?;
     let file = file_of(&wait_event(&vm, "dump_progress", 1)?);
     std::fs::write(&file, "in the way").expect("the folder is the test's");
@@ -134,7 +134,7 @@ fn dump_survives_keeper_killed_before_rename() -> Result<()> {
 /// Keeper and QEMU die together in the middle of a dump. Then nothing guards the disks, but a dump needs no guard.
 #[test]
 fn dump_survives_death_of_keeper_and_qemu() -> Result<()> {
-    let vm = slow("both").boot()?;
+    let vm = slow("both").running()?;
     vm.panic()?;
     vm.wait_event("some of the dump", |event| event["kind"] == "dump_progress")?;
     let qemu = vm.qemu_pid()?;
@@ -150,7 +150,7 @@ fn dump_survives_death_of_keeper_and_qemu() -> Result<()> {
 /// The second guest crashes during the first one's dump. Both are dumped, one after the other.
 #[test]
 fn second_crash_during_a_dump_is_dumped() -> Result<()> {
-    let vm = slow("twice").boot()?;
+    let vm = slow("twice").running()?;
     vm.panic()?;
     vm.wait_event("the next incarnation", |event| event["kind"] == "incarnation_started" && event["incarnation"] == 2)?;
     vm.kill_qemu()?;
@@ -191,7 +191,7 @@ fn second_crash_without_memory_skips_its_dump() -> Result<()> {
 fn crash_that_starts_a_crash_loop_is_dumped() -> Result<()> {
     let builder = dumping("looped").crash_setting("loop_count", 2).crash_setting("loop_window_s", 86_400);
     let builder = builder.crash_setting("loop_delay_s", 3600).crash_setting("loop_delay_max_s", 86_400);
-    let vm = builder.disk(Disk::empty(8)).boot()?;
+    let vm = builder.disk(Disk::empty(8)).running()?;
     vm.panic()?;
     vm.wait_incarnation(2)?;
     wait_complete(&vm, 1)?;
@@ -211,7 +211,7 @@ fn crash_that_starts_a_crash_loop_is_dumped() -> Result<()> {
 
 #[test]
 fn stopped_machine_ends_after_its_dump() -> Result<()> {
-    let vm = slow("stopped").boot()?;
+    let vm = slow("stopped").running()?;
     vm.panic()?;
     vm.wait_incarnation(2)?;
     assert!(vm.stop_at_once()?.success());
@@ -222,7 +222,7 @@ fn stopped_machine_ends_after_its_dump() -> Result<()> {
 
 #[test]
 fn only_the_last_dumps_are_kept() -> Result<()> {
-    let vm = dumping("kept").crash_setting("keep_last", 2).boot()?;
+    let vm = dumping("kept").crash_setting("keep_last", 2).running()?;
     for incarnation in 1..=3 {
         vm.panic()?;
         vm.wait_incarnation(incarnation + 1)?;

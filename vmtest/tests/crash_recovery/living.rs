@@ -6,7 +6,7 @@ use hearth_vmtest::{Drives, Result, TestVm};
 use crate::dump::{self, dumping, last_words, wait_complete};
 
 fn living(name: &str) -> Result<TestVm> {
-    TestVm::busybox(name).memory_mib(256).boot()
+    TestVm::busybox(name).memory_mib(256).running()
 }
 
 #[test]
@@ -51,7 +51,7 @@ fn wait_continued(vm: &TestVm) -> Result<()> {
 /// and a forced reboot.
 #[test]
 fn guest_paused_for_its_dump_always_continues() -> Result<()> {
-    let vm = TestVm::busybox("held").memory_mib(256).crash_setting("mib_per_second", 1).boot()?;
+    let vm = TestVm::busybox("held").memory_mib(256).crash_setting("mib_per_second", 1).running()?;
     vm.sh("probe fill /tmp/memory 33554432 1")?;
     let nonce = vm.nonce()?;
     begin_held_dump(&vm)?;
@@ -76,7 +76,7 @@ fn guest_paused_for_its_dump_always_continues() -> Result<()> {
 
 #[test]
 fn on_panic_dump_leaves_the_guest_paused() -> Result<()> {
-    let vm = dumping("looked-at").setting("on_panic", "dump").boot()?;
+    let vm = dumping("looked-at").setting("on_panic", "dump").running()?;
     vm.panic()?;
     let complete = wait_complete(&vm, 1)?;
     assert_eq!(last_words(&dump::file_of(&complete)).as_deref(), Some("sysrq triggered crash"));

@@ -43,6 +43,6 @@ pub fn boot(builder: TestVmBuilder, name: &str, size: &str) -> Result<Option<(Te
         return Ok(None);
     };
     let builder = builder.crash_setting("dump_folder", folder.0.display().to_string());
-    let vm = builder.crash_setting("min_free", "4KiB").disk(Disk::empty(8)).boot()?;
+    let vm = builder.crash_setting("min_free", "4KiB").disk(Disk::empty(8)).running()?;
     Ok(Some((vm, folder)))
 }

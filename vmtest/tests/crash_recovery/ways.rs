@@ -31,7 +31,7 @@ fn recovers_with_dump(
 }
 
 fn panic_recovers_with_dump(builder: TestVmBuilder) -> Result<Value> {
-    let vm = builder.disk(Disk::empty(8)).boot()?;
+    let vm = builder.disk(Disk::empty(8)).running()?;
     let watch = Watch::start(vm.memory_folder())?;
     let dumped = recovers_with_dump(&vm, TestVm::panic, PANIC)?;
     assert_eq!(dumped["warnings"], Value::Null, "{dumped}");
@@ -80,14 +80,14 @@ fn every_compression_and_format_is_written() -> Result<()> {
 
 #[test]
 fn an_nmi_is_dumped() -> Result<()> {
-    let vm = dumping("nmi").boot()?;
+    let vm = dumping("nmi").running()?;
     vm.sh("echo 1 >/proc/sys/kernel/unknown_nmi_panic")?;
     recovers_with_dump(&vm, TestVm::crash, ("panic", "NMI")).map(drop)
 }
 
 #[test]
 fn running_out_of_memory_is_dumped() -> Result<()> {
-    let vm = dumping("oom").boot()?;
+    let vm = dumping("oom").running()?;
     vm.sh("echo 2 >/proc/sys/vm/panic_on_oom")?;
     recovers_with_dump(&vm, |vm| vm.guest().start("tail /dev/zero").map(drop), ("panic", "Out of memory")).map(drop)
 }
@@ -119,7 +119,7 @@ fn expired_watchdog_is_dumped() -> Result<()> {
 /// The registers are lost with QEMU; the kernel's own note is found in memory.
 #[test]
 fn killed_qemu_is_dumped_without_registers() -> Result<()> {
-    let vm = dumping("killed").boot()?;
+    let vm = dumping("killed").running()?;
     let dumped = recovers_with_dump(&vm, TestVm::kill_qemu, ("qemu_died", ""))?;
     let warnings = dumped["warnings"].to_string();
     assert!(warnings.contains("no registers: QEMU had exited"), "{dumped}");
@@ -144,7 +144,7 @@ fn guest_without_linux_is_dumped_whole() -> Result<()> {
 /// The dump folder cannot be made, so there is no dump; the recovery does not wait for it.
 #[test]
 fn unusable_dump_folder_costs_only_the_dump() -> Result<()> {
-    let vm = dumping("nowhere").crash_setting("dump_folder", "/proc/nowhere").boot()?;
+    let vm = dumping("nowhere").crash_setting("dump_folder", "/proc/nowhere").running()?;
     vm.panic()?;
     vm.wait_incarnation(2)?;
     let skipped = vm.wait_event("a skipped dump", |event| event["kind"] == "dump_skipped")?;

@@ -31,7 +31,7 @@ struct Stand {
 
 impl Stand {
     fn boot(name: &str) -> Result<Self> {
-        TestVm::busybox(name).for_both_qemus().disk(Disk::empty(16)).boot().map(Self::around)
+        TestVm::busybox(name).for_both_qemus().disk(Disk::empty(16)).running().map(Self::around)
     }
 
     fn around(vm: TestVm) -> Self {

@@ -101,7 +101,7 @@ fn parked_guest_continues_with_memory_and_disk() -> Result<()> {
 
 #[test]
 fn restore_over_a_parked_guest_is_refused() -> Result<()> {
-    let vm = machine("covered").boot()?;
+    let vm = machine("covered").running()?;
     let nonce = vm.nonce()?;
     let snapshot = vm.folder().join("snapshot");
     vm.save(&snapshot)?;
@@ -161,13 +161,13 @@ exec $qemu \"$@\"";
 
 /// Sets a key of the machine's configuration, or removes it.
 fn configure(vm: &TestVm, key: &str, value: Option<toml::Value>) {
-    let file = vm.folder().join("machine.toml");
-    let mut table: toml::Table = fs::read_to_string(&file).expect("it is read").parse().expect("it is TOML");
+    let file = vm.config_file();
+    let mut table: toml::Table = fs::read_to_string(file).expect("it is read").parse().expect("it is TOML");
     match value {
         Some(value) => table.insert(key.to_owned(), value),
         None => table.remove(key),
     };
-    fs::write(&file, table.to_string()).expect("it is written");
+    fs::write(file, table.to_string()).expect("it is written");
 }
 
 /// Empties a folder in memory, as a power cut would.
@@ -258,7 +258,7 @@ fn changed_parked_guest_boots_instead_of_resuming() -> Result<()> {
 #[test]
 fn machines_boot_with_reason_after_power_loss() -> Result<()> {
     const WORDS: &str = "its memory is lost: ";
-    let vm = machine("dark").boot()?;
+    let vm = machine("dark").running()?;
     let nonce = vm.nonce()?;
     vm.sh("echo kept | dd of=/dev/vda bs=512 seek=7 conv=notrunc,fsync,sync 2>&1")?;
     park(&vm)?;
@@ -289,7 +289,7 @@ fn machines_boot_with_reason_after_power_loss() -> Result<()> {
 
 #[test]
 fn clock_of_a_parked_guest_is_corrected() -> Result<()> {
-    let vm = machine("clock").boot()?;
+    let vm = machine("clock").running()?;
     let earlier = Reading::take(&vm)?;
     park(&vm)?;
     std::thread::sleep(Duration::from_secs(3));
@@ -373,7 +373,7 @@ fn parked_guest_is_kept_until_problem_is_fixed() -> Result<()> {
 
 #[test]
 fn guest_continues_after_keeper_dies_while_parking() -> Result<()> {
-    let vm = machine("dies").boot()?;
+    let vm = machine("dies").running()?;
     let nonce = vm.nonce()?;
     for phase in ParkPhase::ALL {
         let name = phase.name();
@@ -429,7 +429,7 @@ fn start_prepare(vm: &TestVm, out: impl Into<Stdio>, options: &[&str]) -> Result
 
 #[test]
 fn guests_resume_if_output_fails_or_cancelled() -> Result<()> {
-    let vm = machine("unheard").boot()?;
+    let vm = machine("unheard").running()?;
     let (nonce, fleet) = (vm.nonce()?, FleetServer::start(1).expect("a server"));
     let check_resumed = |prepare: Child, why: &str| -> Result<()> {
         let said = prepare.wait_with_output().expect("it ends");
@@ -461,9 +461,9 @@ fn guests_resume_if_output_fails_or_cancelled() -> Result<()> {
 
 #[test]
 fn unfit_host_returns_its_fleet_slot() -> Result<()> {
-    let vm = machine("late").boot()?;
+    let vm = machine("late").running()?;
     let (before, fleet) = (vm.qemu_pid()?, FleetServer::start(0).expect("a server"));
-    let file = vm.folder().join("machine.toml");
+    let file = vm.config_file().to_owned();
     let prepared = std::thread::scope(|scope| {
         let options = ["--drill", "--fleet-lock", fleet.url(), "--fleet-id", "host-1", "--fleet-wait", "1m"];
         let vm = &vm;
@@ -485,9 +485,9 @@ fn unfit_host_returns_its_fleet_slot() -> Result<()> {
 
 #[test]
 fn one_failed_park_resumes_the_others() -> Result<()> {
-    let first = machine("first").boot()?;
-    let second = machine("second").beside(&first).boot()?;
-    let third = machine("third").beside(&first).boot()?;
+    let first = machine("first").running()?;
+    let second = machine("second").beside(&first).running()?;
+    let third = machine("third").beside(&first).running()?;
     let nonces = [first.nonce()?, third.nonce()?];
     let stays = third.qemu_pid()?;
     // The frozen QEMU does not answer the request to pause its guest.
@@ -509,13 +509,13 @@ fn one_failed_park_resumes_the_others() -> Result<()> {
 
 #[test]
 fn keep_going_names_machines_not_parked() -> Result<()> {
-    let first = machine("parks").boot()?;
-    let second = machine("cannot").beside(&first).boot()?;
-    let third = machine("orphan").beside(&first).boot()?;
+    let first = machine("parks").running()?;
+    let second = machine("cannot").beside(&first).running()?;
+    let third = machine("orphan").beside(&first).running()?;
     let nonces = [first.nonce()?, second.nonce()?];
     let stays = second.qemu_pid()?;
     // The second machine's configuration is missing; the third machine has no keeper.
-    let file = second.folder().join("machine.toml");
+    let file = second.config_file().to_owned();
     let aside = file.with_extension("aside");
     fs::rename(&file, &aside).expect("its configuration");
     third.kill_keeper()?;
@@ -539,7 +539,7 @@ fn keep_going_names_machines_not_parked() -> Result<()> {
 
 #[test]
 fn unfit_host_is_refused_before_anything_stops() -> Result<()> {
-    let vm = machine("unfit").boot()?;
+    let vm = machine("unfit").running()?;
     let before = (vm.nonce()?, vm.qemu_pid()?);
     let checked = host_reload(&vm, "prepare", &["--check"])?;
     let text = checked.text();
@@ -562,7 +562,7 @@ fn unfit_host_is_refused_before_anything_stops() -> Result<()> {
 
 #[test]
 fn fleet_lock_is_held_from_prepare_to_resume() -> Result<()> {
-    let vm = machine("fleet").boot()?;
+    let vm = machine("fleet").running()?;
     let before = (vm.nonce()?, vm.qemu_pid()?);
     let (full, free) = (FleetServer::start(0).expect("a server"), FleetServer::start(1).expect("a server"));
     let options = |url| {
