@@ -1,5 +1,5 @@
 //! Pairs of operations: each operation starts while each other one is under way, and something dies at each step of the
-//! pair. Whatever fails, nothing may be left behind, and the machine's next start must work.
+//! pair. After any failure nothing may be left behind, and the machine's next start must work.
 //!
 //! `every`: all pairs, on a stand-in for QEMU (src/bin/fake-qemu.rs). `hostile`: that stand-in, taken over by its guest.
 //! `answers`: a keeper that answers while it waits for QEMU. `launches`: a QEMU that takes long to start. `hand_over`: what meets

@@ -2,8 +2,8 @@
 //!
 //! guest request -> virtqueue -> parse -> RAM has it? answer in line : engine (io_uring, O_DIRECT) -> tag -> ledger -> guest
 //!
-//! One thread per disk owns queues, engine and image, so a RAM hit never changes thread. What is shared between disks
-//! of a machine (ledger, warm memory) sits behind short locks.
+//! One thread per disk owns queues, engine and image, so a RAM hit never changes thread. State shared between disks
+//! of a machine (ledger, warm memory) is behind short locks.
 
 #![warn(missing_docs)]
 

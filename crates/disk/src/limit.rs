@@ -61,7 +61,7 @@ impl RateLimiter {
         }
     }
 
-    /// Changes the limits. What is owed stays owed and is paid at the new rate: changing back and forth between two rates
+    /// Changes the limits. A debt stays and is paid at the new rate: changing back and forth between two rates
     /// admits no more than the higher one.
     pub fn set(&mut self, limits: Limits, now: Instant) {
         let now_ns = now.saturating_duration_since(self.epoch).as_nanos() as u64;

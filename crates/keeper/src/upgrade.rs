@@ -8,7 +8,7 @@
 //! ```
 //! The process stays the same because whoever started the keeper (systemd, a shell) knows it by its process id. The new
 //! keeper learns about the machine from the files that any take-over reads. The journal has a version; a program that
-//! does not know it says so before the upgrade. What the new program must know about the upgrade itself is in its
+//! does not know it says so before the upgrade. The new program gets facts about the upgrade itself in its
 //! environment: the old program, as an open descriptor, because most upgrades replace its file.
 //!
 //! If the new program dies after the take-over, that is an ordinary death of a keeper.

@@ -1,8 +1,8 @@
 //! Journal: the facts that a new keeper needs to continue, in one small file of the runtime folder.
 //!
 //! The file is replaced as a whole at every change (temporary file, rename), so a keeper killed at any moment leaves
-//! the old journal or the new one. It names facts that outlive a keeper (QEMU's process, the incarnation's files). What
-//! can be read from those files is not repeated here.
+//! the old journal or the new one. It names facts that outlive a keeper (QEMU's process, the incarnation's files). Facts
+//! that can be read from those files are not repeated here.
 //!
 //! The facts end with the host, so changes are not synced: a guest that starts would wait for the disk, and for
 //! everything that a dump has written there. A host that dies may leave a file without its content, which counts as no

@@ -6,8 +6,8 @@
 //! There is no point of no return. Until `bank` the dead incarnation is untouched. After it every block is still on the
 //! disk; the ember only saves reading it. A failure in any phase makes the reboot colder, never wrong.
 //!
-//! No index is built: the dead incarnation's ledger is the index, and was kept current during its life. What takes
-//! time, releasing unusable pages and deciding the order of trimming, is done in `settle`, beside the guest's boot.
+//! No index is built: the dead incarnation's ledger is the index, and was kept current during its life. The
+//! slow work, releasing unusable pages and deciding the order of trimming, is done in `settle`, beside the guest's boot.
 
 use std::time::{Duration, Instant};
 

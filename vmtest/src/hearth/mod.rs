@@ -388,8 +388,8 @@ impl TestVm {
         })
     }
 
-    /// Waits until the guest answers on its console. What is typed while the console changes hands, or a guest boots, may be
-    /// lost.
+    /// Waits until the guest answers on its console. Input typed while the console changes hands, or a guest boots, may
+    /// be lost.
     pub fn await_console(&self) -> Result<()> {
         for _ in 0..20 {
             let asked = self.guest().start("true")?;

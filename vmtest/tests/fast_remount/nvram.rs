@@ -103,7 +103,7 @@ fn flushed_nvram_survives_every_death() -> Result<()> {
     Ok(())
 }
 
-/// Numbered records are written to each device, flushed, and then acknowledged. Whatever is killed meanwhile, all acknowledged
+/// Numbered records are written to each device, flushed, and then acknowledged. Processes are killed meanwhile, and all acknowledged
 /// records are found, each of them whole.
 #[test]
 fn kills_during_writes_lose_no_flushed_data() -> Result<()> {

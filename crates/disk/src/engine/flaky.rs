@@ -1,7 +1,7 @@
 //! A disk that misbehaves on command, around any real engine: for tests of the layers above.
 //!
 //! The plan is shared with the test, which may change it while the engine works on another thread. Operations are
-//! counted from 0 as they are pushed, over all engines of the plan, so that a plan outlives a reconnect. What is random
+//! counted from 0 as they are pushed, over all engines of the plan, so that a plan outlives a reconnect. All randomness
 //! follows from the plan's seed and the order of the calls, nothing else.
 
 use std::collections::{BTreeMap, BTreeSet};

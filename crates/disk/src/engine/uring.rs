@@ -7,7 +7,7 @@
 //! (DEFER_TASKRUN) instead of interrupting it. That mode binds the ring to the first thread that submits; the ring is
 //! therefore made disabled and enabled by that thread, so that an engine may be built elsewhere.
 //!
-//! A flush is a data sync of the file: it covers what completed before it was pushed. What is still in flight may
+//! A flush is a data sync of the file: it covers what completed before it was pushed. Operations in flight may
 //! overtake it; virtio asks for no more.
 
 use std::io;

@@ -124,8 +124,8 @@ fn work<P: Perform>(worker: P, shared: &Shared) {
     let mut batch = Vec::with_capacity(P::SETTLED_TOGETHER);
     let mut ended = Vec::with_capacity(P::SETTLED_TOGETHER);
     while take_batch(shared, &mut batch, P::SETTLED_TOGETHER) {
-        // A fault in an image format's code costs this image its service, not the machine its keeper. What such a
-        // worker holds is not to be trusted with another write, not even the one that dropping it would do.
+        // A fault in an image format's code costs this image its service, not the machine its keeper. The state of such
+        // a worker is not to be trusted with another write, not even the one that dropping it would do.
         let performed =
             worker.as_mut().map(|worker| catch_unwind(AssertUnwindSafe(|| perform_batch(worker, &batch, &mut ended))));
         if !matches!(performed, Some(Ok(()))) {

@@ -5,7 +5,7 @@
 //! QEMU may have been taken over by its guest, and shares every descriptor that it gives. So its flags prove nothing
 //! (`O_NONBLOCK` is gone a moment after it was set), and what it is decides what it may do to a thread that touches it: a file
 //! of FUSE holds up whoever reads its size, maps it or only closes it, for as long as its server likes. The checks here ask the
-//! kernel alone. What fails them is closed in the background; while too much waits for that, no disk accepts a connection.
+//! kernel alone. A descriptor that fails them is closed in the background; while too much waits for that, no disk accepts a connection.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};

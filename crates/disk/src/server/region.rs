@@ -2,7 +2,7 @@
 //!
 //! A whole page is written through the file the first time, and through the mapping from then on. The mapping takes a fault for
 //! the first touch of a page, and memory that is filled with zeroes before it is filled with the page: in the middle 2.9 us
-//! while a guest boots under emulation, against 2.2 us. What a boot reads goes to fresh pages for the most part.
+//! while a guest boots under emulation, against 2.2 us. A boot mostly reads to fresh pages.
 
 use std::cell::Cell;
 use std::fs::File;

@@ -162,7 +162,7 @@ impl Ring {
     /// Between its wish to be woken and its last look at the ring a guest has a memory barrier, as between our push and our
     /// look at the wish there is one. QEMU leaves the guest's out if it emulates a single CPU (TCG without `CF_PARALLEL`: an
     /// instruction with a lock is none, and before 8.1 `tcg_gen_mb` did nothing, `tcg/tcg-op-ldst.c`), so that now and then
-    /// neither sees what the other wrote. What the guest wrote is seen a moment later.
+    /// neither sees what the other wrote. The guest's write is seen a moment later.
     pub fn overslept(&mut self, memory: &GuestMap) -> Result<bool, RingFault> {
         let settled = std::mem::replace(&mut self.settled_used, self.next_used);
         Ok(settled != self.next_used && self.asks_for_wake(memory, settled)?)

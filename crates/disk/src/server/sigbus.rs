@@ -6,7 +6,7 @@
 //! goes to the handler that was installed before.
 //!
 //! Why not without a signal: rings are looked at several times a request, and a system call for each would cost more than what
-//! is served from memory. What can be sealed against it is (`foreign`); a file of a file system cannot.
+//! is served from memory. Memory that can be sealed against it is sealed (`foreign`); a file of a file system cannot.
 
 use std::io;
 use std::mem::MaybeUninit;

@@ -1,4 +1,4 @@
-//! Trust: which keys of a snapshot a restore accepts. Whoever made the snapshot may be a stranger, but its
+//! Trust: which keys of a snapshot a restore accepts. The snapshot's maker may be a stranger, but its
 //! configuration acts with the rights of the restoring user.
 //!
 //! Keys of the host (`Trust` in the table of keys), and host images below a snapshot's disks, count only if the

@@ -9,7 +9,7 @@
 //! taken for the limit at once, 2 GiB took 33 s instead of 17.
 //!
 //! A rented disk limits its rate by a bucket: in each slice of about a tenth of a second it delivers what that slice is
-//! worth as fast as it can. Then it delivers nothing until the slice is over. Whoever empties the bucket makes all
+//! worth as fast as it can. Then it delivers nothing until the slice is over. A reader that empties the bucket makes all
 //! readers wait for its next filling, however little they ask for. Pages that a guest touched waited 106 ms at a limit
 //! of 125 MiB/s, behind a fill that never had more than 256 KiB in flight. So the rate counts, and something must be
 //! left in the bucket.

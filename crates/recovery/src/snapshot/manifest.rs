@@ -38,7 +38,7 @@ pub struct Manifest {
     /// Whether QEMU had a channel to a guest agent. A QEMU that loads the guest needs it too.
     #[serde(default)]
     pub guest_agent: bool,
-    /// Whether the guest's agent had frozen its file systems. Whoever restores the guest must have them thawed.
+    /// Whether the guest's agent had frozen its file systems. A restore must have them thawed.
     #[serde(default)]
     pub frozen: bool,
     /// Disks whose write cache the guest has switched off.

@@ -1,6 +1,6 @@
 //! Vmcore file: a vmcore from any tool as physical memory: kdump or ELF, finished or not.
 //!
-//! The file is not trusted. What it says is checked against its size before it is used. A page that cannot be read is
+//! The file is not trusted. Its contents are checked against its size before they are used. A page that cannot be read is
 //! reported as unreadable, and nothing worse happens.
 //!
 //! Flattened dumps (makedumpfile -F, QEMU's kdump formats over a pipe) are named and refused: makedumpfile -R makes a plain file

@@ -382,7 +382,7 @@ impl Storage {
     }
 
     /// The power is cut, which also kills the keeper. Any subset of the changes that no flush has made durable
-    /// survives, drawn block by block or sector by sector. What the disk holds afterwards is durable.
+    /// survives, drawn block by block or sector by sector. The disk's contents afterwards are durable.
     pub fn lose_power(&mut self, random: &mut Random) {
         self.abandon(random);
         let on_disk = self.file.metadata().unwrap().len() / SECTOR;

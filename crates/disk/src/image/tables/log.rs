@@ -47,8 +47,8 @@ pub(super) fn checksum(bytes: &[u8]) -> u64 {
 }
 
 impl TableLog {
-    /// An empty one for this image. What a process before this one has left is dropped: the disk is not any more what it was, and
-    /// who knows the image by its times is to see that.
+    /// An empty one for this image. An earlier process's changes are dropped: the disk differs from then on, and the
+    /// image's times must show it.
     pub fn drop_changes(path: &Path, image: &File, unit_bytes: u64) -> io::Result<Self> {
         if fs::metadata(path).is_ok_and(|found| found.len() > HEAD_BYTES as u64) {
             // Now, and not a time of our choice: that would take the file's owner.

@@ -51,7 +51,7 @@ impl Blocks {
         self.overlaps.begin(id, blocks, changes);
     }
 
-    /// These blocks are gone from the disk. What is on its way from there is uncertain.
+    /// These blocks are gone from the disk. Data on its way from there is uncertain.
     pub fn cut_off(&mut self, gone: Range<u64>) {
         self.overlaps.taint(&gone);
         self.recorder.void(gone);

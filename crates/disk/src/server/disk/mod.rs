@@ -14,9 +14,9 @@
 //! `operations`, and at the bottom `job`, `running`, `overlap` and `context`.
 //!
 //! Requests wait in the order they came, so that small ones cannot starve a large one; an exception are those that wait for
-//! something of their own. RAM hits do not wait. What is read or written in one piece is one operation on the image, and so are
+//! something of their own. RAM hits do not wait. A contiguous read or write is one operation on the image, and so are
 //! requests that wait side by side and flushes that can be one; only what is longer than the longest slot is carried out piece
-//! by piece. Whoever waits for a slot waits for operations that have begun, and these need nothing more: that ends. Requests of
+//! by piece. A request that waits for a slot waits for operations that have begun, and these need nothing more: that ends. Requests of
 //! a connection that is gone are finished towards the image (the bytes are ours) and forgotten: nothing is copied, nothing
 //! recorded.
 

@@ -89,7 +89,7 @@ impl Source {
         if identity(&found) == identity(&lock(known)) { Found::Nothing } else { Found::Another }
     }
 
-    /// Announces that chunks are read in no order. What the host reads ahead by itself may be megabytes, and a thread
+    /// Announces that chunks are read in no order. The host's own read-ahead may be megabytes, and a thread
     /// that needs a page waits behind them.
     pub fn expect_random(&self, path: &Path) {
         if let Self::File(file) = self {
