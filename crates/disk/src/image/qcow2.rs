@@ -220,7 +220,10 @@ impl Layer {
         // A duplicate shares the open file description, and with it the lock.
         let file = File::from(self.file.as_fd().try_clone_to_owned()?);
         let descriptor = file.try_clone()?;
-        let options = StorageOpenOptions::new().filename(&self.path).write(write).direct(self.alignment > 1);
+        let direct = self.alignment > 1;
+        // Opened for direct writes, the library would look for the alignment by writing the image's start back. That changes
+        // the file's times at each start, and for a moment nobody could tell whether a stranger wrote to it.
+        let options = StorageOpenOptions::new().filename(&self.path).write(write && !direct).direct(direct);
         let file = ImageFile::from_open_file(file, options)?;
         let reach = self.geometry.map_or(u64::MAX, |geometry| geometry.reach);
         Ok(GuardedFile::new(file, descriptor, guard.clone(), self.arrival.clone(), self.alignment, reach))

@@ -224,6 +224,26 @@ fn qcow2_image_has_one_engine_at_once() {
 }
 
 #[test]
+fn opening_an_image_does_not_write_to_it() {
+    let folder = folder();
+    let path = folder.path().join("disk.qcow2");
+    qemu_img(&["create", "-q", "-f", "qcow2", as_str(&path), "1M"]).unwrap();
+    let note = || ImageNote::of(&path).unwrap().unwrap();
+    let before = note();
+    // A write within one step of the file system's clock would not show.
+    while !before.is_settled(SystemTime::now()) {
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    let image = Image::open(&options(&path, Format::Qcow2)).unwrap();
+    let engine = image.engine(pool_of(1), 4).unwrap();
+    assert!(image.describe().contains("O_DIRECT"), "{}", image.describe());
+    assert_eq!(note(), before);
+    drop(engine);
+    drop(image);
+    assert_eq!(note(), before);
+}
+
+#[test]
 fn a_backing_image_is_locked_against_writers() {
     let folder = folder();
     let (base, top) = (folder.path().join("base.raw"), folder.path().join("top.qcow2"));
