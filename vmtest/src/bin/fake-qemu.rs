@@ -10,6 +10,7 @@
 //!                say TIMES JSON-STRING send this text TIMES times (0: until the connection closes), then carry out the command
 //!                hand KIND             send events with descriptors of this kind (see `handed`), then carry out the command
 //! test -> fake   guest reset|panic|off|watchdog        at any time: what the guest does
+//!                guest write-through   it switches its write cache off; later lines wait until the disks have heard of it
 //! ```
 //! Without a test it carries out everything at once. It exits when the test does.
 
@@ -21,7 +22,7 @@ use std::net::{TcpListener, TcpStream};
 use std::os::fd::{AsFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
-use std::sync::mpsc::{Receiver, channel};
+use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -36,6 +37,12 @@ use serde_json::{Value, json};
 const STATE: [u8; 4096] = [b'S'; 4096];
 const GUEST_PAGES: usize = 64;
 const GUEST_WRITES_EVERY: Duration = Duration::from_millis(10);
+/// VHOST_USER_GET_FEATURES, version 1, no payload.
+const GET_FEATURES: [u8; 12] = [1, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0];
+/// VHOST_USER_SET_CONFIG, version 1, to be acknowledged: at offset 32 one byte, the write cache, becomes 0.
+const SET_WRITE_THROUGH: [u8; 25] = [25, 0, 0, 0, 9, 0, 0, 0, 13, 0, 0, 0, 32, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0];
+/// A header and a number.
+const ANSWER_BYTES: usize = 20;
 /// Pause between two attempts to connect to a disk.
 const RECONNECT_EVERY: Duration = Duration::from_millis(20);
 
@@ -58,15 +65,21 @@ fn main() {
         let socket = unsafe { BorrowedFd::borrow_raw(number) };
         rustix::net::listen(socket, 1).expect("it is a socket");
     }
-    for disk in line.disks {
+    let connect = |path: PathBuf| {
         let (connected, wait) = channel();
-        std::thread::spawn(move || stay_connected(&disk, &connected));
+        let (acknowledged, acknowledgements) = channel();
+        let disk = Arc::new(Mutex::new(None));
+        let connection = Arc::clone(&disk);
+        std::thread::spawn(move || stay_connected(&path, &connection, &connected, &acknowledged));
         wait.recv().expect("the thread waits for its disk");
-    }
+        Disk { connection: disk, acknowledgements: Mutex::new(acknowledgements) }
+    };
+    let disks = line.disks.into_iter().map(connect).collect();
     let run_state = if line.incoming { "inmigrate" } else { "prelaunch" };
     let machine = Arc::new(Machine {
         shared: Mutex::new(Shared { run_state, migration: "none", client: None, handed: BTreeMap::new() }),
         starts_held: line.starts_held,
+        disks,
     });
     let orders = Control::connect(&line.ram_file, &machine);
     if !line.incoming && !line.starts_held {
@@ -121,17 +134,44 @@ fn map_ram(path: &Path) -> usize {
         .expect("a shared mapping of a regular file") as usize
 }
 
+/// A disk, as its server is told about it.
+struct Disk {
+    connection: Arc<Mutex<Option<UnixStream>>>,
+    /// One for each message that was to be acknowledged.
+    acknowledgements: Mutex<Receiver<()>>,
+}
+
+impl Disk {
+    fn set_write_through(&self) {
+        let connection = self.connection.lock().expect("no thread panics while it holds the lock");
+        let sent = connection.as_ref().is_some_and(|mut server| server.write_all(&SET_WRITE_THROUGH).is_ok());
+        if sent {
+            let acknowledgements = self.acknowledgements.lock().expect("no thread panics while it holds the lock");
+            // The thread at the connection lives as long as this process.
+            let _ = acknowledgements.recv();
+        }
+    }
+}
+
 /// Sends a disk's server the first message that QEMU sends, and connects again whenever the server is gone.
-fn stay_connected(disk: &Path, connected: &std::sync::mpsc::Sender<()>) {
-    /// VHOST_USER_GET_FEATURES, version 1, no payload.
-    const GET_FEATURES: [u8; 12] = [1, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0];
+fn stay_connected(
+    path: &Path,
+    connection: &Mutex<Option<UnixStream>>,
+    connected: &Sender<()>,
+    acknowledged: &Sender<()>,
+) {
     loop {
-        if let Ok(mut server) = UnixStream::connect(disk)
+        if let Ok(mut server) = UnixStream::connect(path)
             && server.write_all(&GET_FEATURES).is_ok()
         {
+            *connection.lock().expect("no thread panics while it holds the lock") = server.try_clone().ok();
             let _ = connected.send(());
-            let mut answer = [0; 64];
-            while server.read(&mut answer).is_ok_and(|bytes| bytes > 0) {}
+            let mut answer = [0; ANSWER_BYTES];
+            while server.read_exact(&mut answer).is_ok() {
+                if answer[0] == SET_WRITE_THROUGH[0] {
+                    let _ = acknowledged.send(());
+                }
+            }
         }
         std::thread::sleep(RECONNECT_EVERY);
     }
@@ -140,6 +180,7 @@ fn stay_connected(disk: &Path, connected: &std::sync::mpsc::Sender<()>) {
 struct Machine {
     shared: Mutex<Shared>,
     starts_held: bool,
+    disks: Vec<Disk>,
 }
 
 struct Shared {
@@ -202,6 +243,7 @@ impl Machine {
             }
             "reset" if runs => self.end("guest-reset"),
             "off" if runs => self.end("guest-shutdown"),
+            "write-through" if runs => self.disks.iter().for_each(Disk::set_write_through),
             _ => {}
         }
     }

@@ -9,8 +9,9 @@ use std::time::{Duration, Instant};
 
 use hearth_vmtest::patience;
 use rustix::fs::{FlockOperation, flock};
+use serde_json::{Value, json};
 
-use crate::machine::{Bed, NAMES, wait};
+use crate::machine::{Bed, Keeper, NAMES, wait};
 
 /// A hand-over takes some 30 ms. The first keeper's loop is gone for one or two of them.
 const ROUNDS: u64 = 40;
@@ -67,5 +68,38 @@ fn a_stopped_keeper_unlocks_last() {
         assert!(wait(patience(1), || keeper.ended().is_some()), "round {round}: it does not stop");
         assert_eq!(unlocked, files(&bed), "round {round}");
         stop.join().unwrap();
+    }
+}
+
+/// Hops, and waits until the guest is in another QEMU.
+#[track_caller]
+fn hop(keeper: &mut Keeper<'_>) {
+    let before = keeper.status();
+    let (number, said) = keeper.api().ask("POST", "/v1/rejuvenate", "{}").expect("an answer");
+    assert!(number < 300, "{said}");
+    let after = keeper.settled(Duration::ZERO).expect("it comes to rest").expect("the keeper lives");
+    assert_eq!(after["last_rejuvenation"]["failure"], Value::Null, "{after}");
+    assert_ne!(after["qemu"]["pid"], before["qemu"]["pid"], "{after}");
+}
+
+/// The new QEMU has begun, and has no inflight region yet, which would tell the next keeper of the write cache.
+#[test]
+fn keeper_after_a_cut_off_hop_knows_the_write_cache() {
+    for off in [false, true] {
+        let bed = Bed::make();
+        let mut keeper = bed.running_with(&[("HEARTH_DRILL_DIE_AFTER", "resume")]);
+        if off {
+            bed.hand.guests("write-through");
+        }
+        let before = keeper.status();
+        keeper.api().ask("POST", "/v1/rejuvenate", "{}");
+        assert!(wait(patience(1), || keeper.ended().is_some()), "it does not die");
+        let mut next = bed.running();
+        assert_ne!(next.status()["qemu"]["pid"], before["qemu"]["pid"], "the guest is in the new QEMU");
+        // The next hop's note is of what the disks know.
+        hop(&mut next);
+        let journal = fs::read(bed.runtime_of(NAMES[0]).join("journal.json")).expect("a living machine has one");
+        let journal: Value = serde_json::from_slice(&journal).expect("a journal");
+        assert_eq!(journal["write_through"], if off { json!(["root"]) } else { Value::Null });
     }
 }

@@ -76,18 +76,29 @@ impl Bed {
 
     /// The machine's keeper, once the guest runs.
     pub fn running(&self) -> Keeper<'_> {
-        let mut keeper = self.keeper(NAMES[0], &["run", "machine.toml"]);
+        self.running_with(&[])
+    }
+
+    /// The same, with these environment variables.
+    pub fn running_with(&self, variables: &[(&str, &str)]) -> Keeper<'_> {
+        let mut command = self.hearth(&["run", "machine.toml"]);
+        command.envs(variables.iter().copied());
+        let mut keeper = self.spawn(NAMES[0], command);
         keeper.settled(Duration::ZERO).expect("it comes to rest").expect("it starts");
         keeper
     }
 
     /// Starts a keeper with these arguments of `hearth`, or runs another command.
     pub fn keeper(&self, name: &'static str, arguments: &[&str]) -> Keeper<'_> {
+        self.spawn(name, self.hearth(arguments))
+    }
+
+    fn spawn(&self, name: &'static str, mut command: Command) -> Keeper<'_> {
         let log = File::options().create(true).append(true).open(self.path("keeper.log"));
         let log = log.expect("a file of its own");
         let said_before = log.metadata().expect("it is open").len();
         let output = log.try_clone().expect("an open file");
-        let child = self.hearth(arguments).stdout(output).stderr(log).spawn().expect("hearth can be run");
+        let child = command.stdout(output).stderr(log).spawn().expect("hearth can be run");
         Keeper { bed: self, name, child, said_before }
     }
 
@@ -174,6 +185,7 @@ impl Keeper<'_> {
     }
 
     /// Waits until the keeper has ended (None), or its machine has been at rest for this long. Returns the last status.
+    /// Another keeper's answers do not count: this one may be slow to start, and find the machine free later.
     pub fn settled(&mut self, rest: Duration) -> Result<Option<Value>, String> {
         let (deadline, mut since, mut last) = (Instant::now() + patience(2), Instant::now(), Value::Null);
         while Instant::now() < deadline {
@@ -181,7 +193,8 @@ impl Keeper<'_> {
                 return Ok(None);
             }
             let asked = self.api().ask("GET", "/v1/status", "");
-            let status = asked.filter(|(number, _)| *number == 200).map_or(Value::Null, |(_, status)| status);
+            let is_its_own = |(number, status): &(u16, Value)| *number == 200 && status["keeper"]["pid"] == self.pid();
+            let status = asked.filter(is_its_own).map_or(Value::Null, |(_, status)| status);
             let is_the_same = ["incarnation", "qemu", "state"].iter().all(|key| status[key] == last[key]);
             if !is_at_rest(&status) || !is_the_same {
                 since = Instant::now();
