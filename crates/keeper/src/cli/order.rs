@@ -38,6 +38,8 @@ enum Goal {
     DumpOver,
     Rejuvenated,
     Saved,
+    /// A save is complete, and the machine has stopped.
+    SavedAndStopped,
     /// No save is running any more.
     SaveOver,
 }
@@ -160,7 +162,7 @@ pub fn rejuvenate(
 
 pub fn save(context: &mut Context<'_>, name: &str, request: &SaveRequest, wait: bool) -> Result<Exit, CliError> {
     let accepted = context.ask(name, |client| client.send(request))?;
-    let goal = if request.then == SaveThen::Stop { Goal::Stopped } else { Goal::Saved };
+    let goal = if request.then == SaveThen::Stop { Goal::SavedAndStopped } else { Goal::Saved };
     if wait {
         call_off_when_interrupted(context, name)?;
     }
@@ -221,7 +223,7 @@ fn wait_for(context: &mut Context<'_>, name: &str, accepted: Accepted, goal: Goa
         Err(error) => {
             // A machine that stops at once may be gone before its events can be followed.
             let error = context.explained(name, error);
-            let gone = goal == Goal::Stopped && matches!(error, CliError::NotRunning { .. });
+            let gone = goal.stops() && matches!(error, CliError::NotRunning { .. });
             return if gone { must_have_stopped(context, name, accepted.since) } else { Err(error) };
         }
     };
@@ -230,7 +232,7 @@ fn wait_for(context: &mut Context<'_>, name: &str, accepted: Accepted, goal: Goa
         let record = record.map_err(|error| context.explained(name, error))?;
         show(context, &record)?;
         match goal.bearing(&record) {
-            Bearing::Reached if goal == Goal::Stopped => {
+            Bearing::Reached if goal.stops() => {
                 stopped = true;
                 break;
             }
@@ -240,7 +242,7 @@ fn wait_for(context: &mut Context<'_>, name: &str, accepted: Accepted, goal: Goa
         }
     }
     // The keeper has ended or is about to. The next start of the machine must not find it.
-    if goal != Goal::Stopped {
+    if !goal.stops() {
         return Err(cut_off(context, name));
     }
     wait_for_keepers_end(&context.root.machine(name));
@@ -287,12 +289,19 @@ fn lost(name: &str, by: &EventKind) -> CliError {
 }
 
 impl Goal {
+    /// Whether the keeper ends when the goal is reached.
+    fn stops(self) -> bool {
+        matches!(self, Self::Stopped | Self::SavedAndStopped)
+    }
+
     fn bearing(self, record: &EventRecord) -> Bearing {
         match (self, &record.event) {
             (Self::NextAfter(number), EventKind::IncarnationStarted { .. }) if record.incarnation > number => {
                 Bearing::Reached
             }
-            (Self::Stopped, EventKind::StateChanged { to: MachineState::Stopped, .. }) => Bearing::Reached,
+            (Self::Stopped | Self::SavedAndStopped, EventKind::StateChanged { to: MachineState::Stopped, .. }) => {
+                Bearing::Reached
+            }
             (Self::Dumped | Self::DumpOver, EventKind::DumpComplete { .. })
             | (Self::DumpOver, EventKind::DumpIncomplete { .. }) => Bearing::Reached,
             (Self::Dumped, EventKind::DumpIncomplete { .. } | EventKind::DumpWaits { .. }) => Bearing::Lost,
@@ -305,7 +314,7 @@ impl Goal {
             }
             (Self::Saved | Self::SaveOver, EventKind::Saved { .. })
             | (Self::SaveOver, EventKind::SaveFailed { .. }) => Bearing::Reached,
-            (Self::Saved | Self::Stopped, EventKind::SaveFailed { .. }) => Bearing::Lost,
+            (Self::Saved | Self::SavedAndStopped, EventKind::SaveFailed { .. }) => Bearing::Lost,
             (_, EventKind::StateChanged { to: MachineState::Failed, .. }) => Bearing::Lost,
             _ => Bearing::Open,
         }
@@ -334,6 +343,7 @@ mod tests {
         check(Goal::Stopped, 2, entered(MachineState::Stopped), Bearing::Reached);
         check(Goal::Stopped, 2, entered(MachineState::Failed), Bearing::Lost);
         check(Goal::Stopped, 2, EventKind::GuestPanicked, Bearing::Open);
+        check(Goal::SavedAndStopped, 2, entered(MachineState::Stopped), Bearing::Reached);
         let waits = || EventKind::DumpWaits { file: String::new(), why: String::new() };
         let complete = EventKind::DumpComplete { file: String::new(), pages: 1, bytes: 1, duration_ms: 1.0 };
         let incomplete = || EventKind::DumpIncomplete { file: String::new(), why: String::new() };
@@ -358,7 +368,10 @@ mod tests {
         check(Goal::Saved, 2, saved(), Bearing::Reached);
         check(Goal::Saved, 2, not_saved(), Bearing::Lost);
         check(Goal::Stopped, 2, saved(), Bearing::Open);
-        check(Goal::Stopped, 2, not_saved(), Bearing::Lost);
+        // The stop has called the save off.
+        check(Goal::Stopped, 2, not_saved(), Bearing::Open);
+        check(Goal::SavedAndStopped, 2, saved(), Bearing::Open);
+        check(Goal::SavedAndStopped, 2, not_saved(), Bearing::Lost);
         check(Goal::SaveOver, 2, not_saved(), Bearing::Reached);
     }
 
