@@ -3,7 +3,7 @@
 //! HTTP thread -> Control -> event loop (one at a time, in order) -> answer over a channel made for this one question.
 
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use hearth_api::{
@@ -13,7 +13,7 @@ use hearth_api::{
 
 use crate::age::Signs;
 
-/// The loop answers within milliseconds except while the first guest starts or a disk drains, or it has an `Occupation`.
+/// The loop answers within milliseconds, except while it takes a guest over from a dead keeper or a disk drains.
 const PATIENCE: Duration = Duration::from_secs(30);
 
 /// A query or a request.
@@ -57,36 +57,22 @@ pub enum Answer {
 
 pub type Reply = Sender<Result<Answer, ApiError>>;
 
-/// A long task that keeps the loop from answering, if there is one. Clones share it.
+/// What the loop leaves as the answer to requests that it will not take any more, because it ends. Clones share it.
 #[derive(Clone, Debug, Default)]
-pub struct Occupation(Arc<Mutex<Option<ApiError>>>);
+pub struct LastAnswer(Arc<OnceLock<ApiError>>);
 
-impl Occupation {
-    /// Starts a task; commands are refused with this text from now on.
-    pub fn begin(&self, what: String, hint: &str) {
-        self.set(Some(ApiError::new(ErrorWord::WrongState, what).hint(hint)));
-    }
-
+impl LastAnswer {
     /// The loop ends because another keeper takes the machine over.
     pub fn hand_over(&self, machine: &str) {
         let what = format!("the keeper of {machine} is being replaced");
-        self.set(Some(ApiError::new(ErrorWord::KeeperReplaced, what).hint("send the request again in a second")));
+        let hint = "send the request again in a second";
+        // It ends once.
+        let _ = self.0.set(ApiError::new(ErrorWord::KeeperReplaced, what).hint(hint));
     }
 
-    pub fn end(&self) {
-        self.set(None);
-    }
-
-    fn set(&self, what: Option<ApiError>) {
-        *self.0.lock().expect("nobody panics with it") = what;
-    }
-
-    pub fn is_some(&self) -> bool {
-        self.0.lock().expect("nobody panics with it").is_some()
-    }
-
-    fn refusal(&self) -> Result<(), ApiError> {
-        self.0.lock().expect("nobody panics with it").clone().map_or(Ok(()), Err)
+    fn get(&self) -> ApiError {
+        let ended = || ApiError::new(ErrorWord::MachineEnded, "the machine has ended");
+        self.0.get().cloned().unwrap_or_else(ended)
     }
 }
 
@@ -94,17 +80,17 @@ impl Occupation {
 pub struct Control {
     send: Box<dyn Fn(Command, Reply) + Send + Sync>,
     patience: Duration,
-    occupation: Occupation,
+    last_answer: LastAnswer,
 }
 
 impl Control {
     pub fn new(send: impl Fn(Command, Reply) + Send + Sync + 'static) -> Self {
-        Self { send: Box::new(send), patience: PATIENCE, occupation: Occupation::default() }
+        Self { send: Box::new(send), patience: PATIENCE, last_answer: LastAnswer::default() }
     }
 
-    /// Refuses commands while the loop has this occupation.
-    pub fn while_not(mut self, occupation: Occupation) -> Self {
-        self.occupation = occupation;
+    /// Answers with this once the loop has ended.
+    pub fn or_last(mut self, last_answer: LastAnswer) -> Self {
+        self.last_answer = last_answer;
         self
     }
 
@@ -115,7 +101,6 @@ impl Control {
     }
 
     pub fn ask(&self, command: Command) -> Result<Answer, ApiError> {
-        self.occupation.refusal()?;
         let (reply, answer) = channel();
         (self.send)(command, reply);
         answer.recv_timeout(self.patience).unwrap_or_else(|error| Err(self.no_answer(error)))
@@ -138,10 +123,7 @@ impl Control {
                     .hint("the request may still take effect; see the events")
             }
             // The loop ended before it took the command.
-            RecvTimeoutError::Disconnected => match self.occupation.refusal() {
-                Err(refusal) => refusal,
-                Ok(()) => ApiError::new(ErrorWord::MachineEnded, "the machine has ended"),
-            },
+            RecvTimeoutError::Disconnected => self.last_answer.get(),
         }
     }
 }
@@ -163,26 +145,14 @@ mod tests {
     }
 
     #[test]
-    fn busy_loop_refuses_with_reason() {
-        let occupation = Occupation::default();
-        let control = Control::new(|_, reply| drop(reply.send(Ok(Answer::Accepted)))).while_not(occupation.clone());
-        assert_eq!(control.ask(Command::Ready), Ok(Answer::Accepted));
-        occupation.begin("web: its memory is read".to_owned(), "ask again");
-        let refused = ApiError::new(ErrorWord::WrongState, "web: its memory is read").hint("ask again");
-        assert_eq!(control.ask(Command::Ready), Err(refused));
-        occupation.end();
-        assert_eq!(control.ask(Command::Ready), Ok(Answer::Accepted));
-    }
-
-    #[test]
     fn dropped_request_may_be_sent_again() {
-        let occupation = Occupation::default();
-        let hands_over = occupation.clone();
+        let last_answer = LastAnswer::default();
+        let hands_over = last_answer.clone();
         let control = Control::new(move |_, reply| {
             hands_over.hand_over("web");
             drop(reply);
         });
-        let refused = control.while_not(occupation).ask(Command::Ready).unwrap_err();
+        let refused = control.or_last(last_answer).ask(Command::Ready).unwrap_err();
         assert_eq!(refused.error, ErrorWord::KeeperReplaced);
     }
 }

@@ -18,7 +18,7 @@ use signal_hook::iterator::Signals;
 use crate::check::life;
 use crate::config::{Config, Configured, InForce};
 use crate::console::Hub;
-use crate::control::{Command, Control, Occupation};
+use crate::control::{Command, Control, LastAnswer};
 use crate::event::Event;
 use crate::event_log::EventLog;
 use crate::folders::Folders;
@@ -126,19 +126,18 @@ fn keep(
     }
     let console = Hub::start(&folders.runtime.join("console.sock"))?;
     let (tell, events) = channel();
-    let occupation = Occupation::default();
+    let last_answer = LastAnswer::default();
     let watchdog = Watchdog::start(Surroundings {
         machine: config.name.clone(),
         runtime_folder: folders.runtime.clone(),
         memory_folder: folders.memory.clone(),
-        occupation: occupation.clone(),
         event_log: event_log.clone(),
     })
     .map_err(RunError::Watchdog)?;
     let shown_config = serde_json::to_value(&config).expect("a configuration is plain data");
     let shown_config = Arc::new(Mutex::new(shown_config));
     let context = Context {
-        control: control(tell.clone(), occupation.clone(), watchdog.clone()),
+        control: control(tell.clone(), last_answer.clone(), watchdog.clone()),
         events: event_log.clone(),
         config: shown_config.clone(),
     };
@@ -163,14 +162,15 @@ fn keep(
             started: Instant::now(),
             tell,
             terminated,
-            occupation,
+            last_answer,
         },
     };
-    let ended = Machine::start(context).and_then(|machine| {
-        inheritance.settle();
-        notify(&Notice::Ready);
-        notify(&Notice::Status("its guest is running".to_owned()));
-        machine.run(&events)
+    let ended = Machine::begin(context).and_then(|machine| {
+        machine.run(&events, || {
+            inheritance.settle();
+            notify(&Notice::Ready);
+            notify(&Notice::Status("its guest is running".to_owned()));
+        })
     });
     // Requests that arrive too late are refused now, not after their timeout.
     drop(events);
@@ -216,7 +216,7 @@ fn choice_of(living: &QemuIdentity) -> AcceleratorChoice {
     AcceleratorChoice { accelerator, why: living.accelerator_why.clone() }
 }
 
-fn control(tell: Sender<Event>, occupation: Occupation, watchdog: Watchdog) -> Control {
+fn control(tell: Sender<Event>, last_answer: LastAnswer, watchdog: Watchdog) -> Control {
     let control = Control::new(move |command, answer| {
         if let Command::Stop(request) = &command {
             watchdog.ordered_to_stop(request.force);
@@ -224,7 +224,7 @@ fn control(tell: Sender<Event>, occupation: Occupation, watchdog: Watchdog) -> C
         // A loop that has ended drops the command, and the client gets an error.
         let _ = tell.send(Event::Request { command, answer });
     });
-    control.while_not(occupation)
+    control.or_last(last_answer)
 }
 
 fn listen_to_signals(tell: Sender<Event>, terminated: Arc<AtomicBool>, watchdog: Watchdog) -> Result<(), RunError> {

@@ -8,8 +8,7 @@
 //! a loop hangs when QEMU has ended for a stop        ->                     -> exit
 //! ```
 //! Loops that others wait for have a pulse: the main loop and each disk's thread. What legitimately takes long is excused: the
-//! main loop with an occupation (it reads a guest's memory before the guest runs), and the disks of a restored guest, which wait
-//! for its memory. A thread that hangs in the kernel can hold up the end of the process; nothing can be done about that.
+//! disks of a restored guest, which wait for its memory. A thread that hangs in the kernel can hold up the end of the process; nothing can be done about that.
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
@@ -23,7 +22,6 @@ use hearth_recovery::journal::{Journal, OrderNote};
 use hearth_recovery::rejuvenation::parked;
 
 use crate::check::life;
-use crate::control::Occupation;
 use crate::drill;
 use crate::event_log::EventLog;
 use crate::folders::memory_owner::qemus_of;
@@ -113,7 +111,6 @@ pub struct Surroundings {
     pub machine: String,
     pub runtime_folder: PathBuf,
     pub memory_folder: PathBuf,
-    pub occupation: Occupation,
     pub event_log: EventLog,
 }
 
@@ -158,11 +155,10 @@ impl Watchdog {
         let mut told = Instant::now();
         loop {
             std::thread::sleep(LOOK_EVERY);
-            let is_occupied = surroundings.occupation.is_some();
-            if let Some(why) = self.must_cut().filter(|_| !is_occupied) {
+            if let Some(why) = self.must_cut() {
                 cut(surroundings, &why);
             }
-            if let Some((thread, busy_for)) = self.stuck(is_occupied) {
+            if let Some((thread, busy_for)) = self.stuck() {
                 let what = format!("has not responded for {} s", busy_for.as_secs());
                 if is_stopping(surroundings) {
                     cut(surroundings, &format!("cannot stop normally: the keeper's thread {thread} {what}"));
@@ -177,9 +173,9 @@ impl Watchdog {
     }
 
     /// A loop past its limit.
-    fn stuck(&self, is_occupied: bool) -> Option<(String, Duration)> {
+    fn stuck(&self) -> Option<(String, Duration)> {
         let (main, limits) = (self.shared.main.busy_for(), self.shared.limits);
-        if main > limits.main && !is_occupied {
+        if main > limits.main {
             return Some(("main".to_owned(), main));
         }
         let mut disks = self.shared.disks.lock().expect("nobody panics with it");
@@ -263,15 +259,15 @@ mod tests {
     #[test]
     fn a_loop_past_its_limit_is_named() {
         let watchdog = Watchdog::default();
-        assert_eq!(watchdog.stuck(false), None);
+        assert_eq!(watchdog.stuck(), None);
         let disk = Pulse::default();
         watchdog.watch_disk("data", disk.clone());
         disk.begin();
         watchdog.main().begin();
-        assert_eq!(watchdog.stuck(false), None, "both have just begun");
+        assert_eq!(watchdog.stuck(), None, "both have just begun");
         assert!(watchdog.must_cut().is_none());
         drop(disk);
-        watchdog.stuck(false);
+        watchdog.stuck();
         assert!(watchdog.shared.disks.lock().unwrap().is_empty(), "a disk that is gone is not watched");
     }
 

@@ -90,7 +90,7 @@ fn keeper_stops_while_it_loads_all_memory() -> Result<()> {
     assert!(progress["percent"].as_f64().is_some_and(|percent| percent < 100.0), "{progress}");
     let asked = clone.cli_output(&["status", clone.name()])?;
     assert!(
-        asked.status == 1 && asked.text().contains("slow is loading its memory before the guest runs"),
+        asked.status == 0 && asked.text().contains("starting (loading its memory before the guest runs"),
         "{}",
         asked.text()
     );

@@ -148,3 +148,99 @@ fn keeper_answers_during_save_and_paused_dump() {
         must_end(&bed, &mut keeper);
     }
 }
+
+/// Stops a machine at each step of its first start. `ends`: the stop ends the start, and need not wait for QEMU.
+#[track_caller]
+fn check_first_start(bed: &Bed, begin: &dyn Fn(&Bed) -> Keeper<'_>, ends: bool) {
+    for step in 1..STEPS_MAX {
+        bed.hand.arm(Some(step));
+        let mut keeper = begin(bed);
+        let runs = || keeper.api().ask("GET", "/v1/status", "").is_some_and(|(_, status)| status["state"] == "running");
+        assert!(wait(patience(1), || bed.hand.held().is_some() || runs()), "step {step}: {}", keeper.said());
+        if bed.hand.held().is_none() {
+            assert!(step > 2, "a start has more commands than that");
+            assert_eq!(post(&keeper, "/v1/stop", r#"{"force": true}"#).0, 200);
+            return must_end(bed, &mut keeper);
+        }
+        let status = status(&keeper);
+        assert!(status["state"] == "starting" && status["state_why"].is_string(), "step {step}: {status}");
+        must_not_have_stalled(&status, step);
+        for (path, body) in [("/v1/reboot", "{}"), ("/v1/crash", "{}"), ("/v1/disks/root/resize", "{}")] {
+            let (number, answer) = post(&keeper, path, body);
+            let why = answer["message"].as_str().unwrap_or_default();
+            assert!(
+                number == 409 && why.ends_with("the machine is starting"),
+                "step {step}, {path}: {number} {answer}"
+            );
+        }
+        assert_eq!(post(&keeper, "/v1/stop", r#"{"force": true}"#).0, 200, "step {step}");
+        if !ends {
+            assert_eq!(self::status(&keeper)["state"], "stopping", "step {step}");
+            bed.hand.release("go");
+        }
+        must_end(bed, &mut keeper);
+        bed.hand.release("go");
+    }
+    panic!("a start with {STEPS_MAX} commands");
+}
+
+#[test]
+fn keeper_answers_at_each_step_of_a_boot() {
+    check_first_start(&Bed::make(), &|bed| bed.keeper(NAMES[0], &["run", "machine.toml"]), true);
+}
+
+#[test]
+fn keeper_answers_at_each_step_of_a_resume() {
+    let park = |bed: &Bed| {
+        let hold_at = bed.hand.disarm();
+        let mut parked = bed.running();
+        assert_eq!(post(&parked, "/v1/park", "{}").0, 200);
+        assert!(wait(patience(1), || parked.ended().is_some()) && is_parked(bed), "it is parked");
+        bed.hand.arm(hold_at);
+    };
+    check_first_start(
+        &Bed::make(),
+        &|bed| {
+            park(bed);
+            bed.keeper(NAMES[0], &["run", "machine.toml"])
+        },
+        false,
+    );
+}
+
+#[test]
+fn keeper_answers_at_each_step_of_a_restore() {
+    let bed = Bed::make();
+    let mut keeper = bed.running();
+    let save = format!(r#"{{"folder": {:?}, "then": "stop"}}"#, bed.path("snapshot"));
+    assert_eq!(post(&keeper, "/v1/save", &save).0, 200);
+    must_end(&bed, &mut keeper);
+    let restore = || {
+        let _ = std::fs::remove_dir_all(bed.path(NAMES[1]));
+        bed.keeper(NAMES[1], &["restore", "snapshot", "--as", NAMES[1], "--trust-config"])
+    };
+    for step in 1..STEPS_MAX {
+        bed.hand.arm(Some(step));
+        let mut keeper = restore();
+        let runs = || keeper.api().ask("GET", "/v1/status", "").is_some_and(|(_, status)| status["state"] == "running");
+        assert!(wait(patience(1), || bed.hand.held().is_some() || runs()), "step {step}: {}", keeper.said());
+        let is_held = bed.hand.held().is_some();
+        if is_held {
+            let status = status(&keeper);
+            assert!(status["state"] == "starting" && status["state_why"].is_string(), "step {step}: {status}");
+            must_not_have_stalled(&status, step);
+        }
+        assert_eq!(post(&keeper, "/v1/stop", r#"{"force": true}"#).0, 200, "step {step}");
+        // A guest that is there already runs before it is stopped.
+        if bed.hand.heard().last().is_some_and(|command| command == "cont") {
+            bed.hand.release("go");
+        }
+        must_end(&bed, &mut keeper);
+        if !is_held {
+            assert!(step > 3, "a restore has more commands than that");
+            return;
+        }
+        bed.hand.release("go");
+    }
+    panic!("a restore with {STEPS_MAX} commands");
+}

@@ -308,6 +308,11 @@ impl Hand {
         grip.hold_at = hold_at;
     }
 
+    /// Lets all commands pass. Returns the number of the one that was to be held.
+    pub fn disarm(&self) -> Option<usize> {
+        self.grip().hold_at.take()
+    }
+
     pub fn heard(&self) -> Vec<String> {
         self.grip().heard.clone()
     }

@@ -5,12 +5,12 @@
 
 use hearth_api::{ApiError, EventKind};
 
-use super::lives::NextLife;
+use super::start::Start;
 use super::state;
 use super::{Life, Machine, MachineError, SHUTDOWN_PATIENCE};
 
-type Input = state::Input<Life, NextLife>;
-type Action = state::Action<Life, NextLife>;
+type Input = state::Input<Life, Start>;
+type Action = state::Action<Life, Start>;
 
 impl Machine {
     /// Takes the machine to its next state, and carries out what that asks for.
@@ -86,7 +86,7 @@ impl Machine {
                 self.recovery.turned_cold("requested by the operator".to_owned());
             }
             Action::StartNext => return self.start_next(),
-            Action::LetRun { launch } => return self.let_run_next(launch),
+            Action::LetRun { launch } => return self.go_on_with_start(launch),
             Action::EndLaunch => self.end_launch(),
             Action::GiveUpLaunch { launch } => self.give_up_launch(launch),
             Action::WaitForDumps => return self.wait_for_dumps(),

@@ -15,7 +15,7 @@ use super::launch_job::Run;
 use super::lazy_restore::RestoreOrder;
 use crate::config::{Config, ConfigFile, Configured};
 use crate::console::Hub;
-use crate::control::Occupation;
+use crate::control::LastAnswer;
 use crate::event::Event;
 use crate::event_log::EventLog;
 use crate::folders::Folders;
@@ -72,11 +72,10 @@ pub struct Outside {
     pub started: Instant,
     /// Sends events to the machine's loop.
     pub tell: Sender<Event>,
-    /// A signal has asked the keeper to stop. The loop also gets it as an event; this flag is for work during which the
-    /// loop takes no events.
+    /// A signal has asked the keeper to stop. The loop also gets it as an event, unless it ends before.
     pub terminated: Arc<AtomicBool>,
-    /// What keeps the loop busy, shown to whoever asks it meanwhile.
-    pub occupation: Occupation,
+    /// The answer to requests that come when the loop has ended.
+    pub last_answer: LastAnswer,
 }
 
 /// Loads the journal that a dead keeper left. Without one the machine has not run since the host started; but the

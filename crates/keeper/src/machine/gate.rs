@@ -114,6 +114,8 @@ pub struct GuestMemory {
     pub gate: Option<MemoryGate>,
     /// Restore of the living incarnation from a snapshot.
     pub restoring: Option<Restoring>,
+    /// A restore ended before its guest ran, because the machine was told to stop.
+    pub restore_was_cancelled: bool,
 }
 
 impl GuestMemory {

@@ -58,7 +58,18 @@ impl<T: Send + 'static> LaunchJob<T> {
         tell: Sender<Event>,
         work: impl FnOnce(&Reins) -> T + Send + 'static,
     ) -> io::Result<Self> {
-        let (reins, (done, result)) = (Reins::default(), channel());
+        Self::begin_with(Reins::default(), machine, number, tell, work)
+    }
+
+    /// As `begin`, for a job that goes on with a process, whose reins these are.
+    pub fn begin_with(
+        reins: Reins,
+        machine: &str,
+        number: u32,
+        tell: Sender<Event>,
+        work: impl FnOnce(&Reins) -> T + Send + 'static,
+    ) -> io::Result<Self> {
+        let (done, result) = channel();
         let held = reins.clone();
         let work = move || {
             // If the job was given up nobody takes the result, and its QEMU ends here.
@@ -75,9 +86,9 @@ impl<T: Send + 'static> LaunchJob<T> {
         self.run.number
     }
 
-    /// Has the job end early: a QEMU that was spawned is killed, and none is spawned from here on.
-    pub fn cut(&self) {
-        self.run.reins.give_up();
+    /// To end the job early: a QEMU that was spawned is killed then, and none is spawned any more.
+    pub fn reins(&self) -> Reins {
+        self.run.reins.clone()
     }
 
     /// Takes the result; waits for it if the job has not said yet that it has ended.
@@ -114,6 +125,11 @@ impl Drop for Run {
 }
 
 impl Reins {
+    /// Of a process that has been started.
+    pub fn of(process: &Process) -> Self {
+        Self(Arc::new(Mutex::new(Stage::Spawned(Box::new(process.killer())))))
+    }
+
     /// Does what leaves something outside of this process, unless the job was given up. `begin` returns the process.
     pub fn spawn<E: From<GivenUp>>(&self, begin: impl FnOnce() -> Result<Process, E>) -> Result<Process, E> {
         let mut stage = self.stage();
@@ -130,7 +146,7 @@ impl Reins {
     }
 
     /// Whether there is, or was, a process that ends now.
-    fn give_up(&self) -> bool {
+    pub fn give_up(&self) -> bool {
         let mut stage = self.stage();
         let spawned = match &*stage {
             Stage::Over => return false,

@@ -32,7 +32,7 @@ use hearth_recovery::lazy_restore::{LazyRam, Mode, Order, RestoreError, Step, Tr
 use hearth_recovery::snapshot::state::{self, StateError};
 use hearth_recovery::snapshot::{Snapshot, SnapshotError};
 
-use ahead::{ahead, read_ahead};
+use ahead::{Ahead, ahead};
 use fill::fill;
 pub use restoring::Restoring;
 use trace::note_first_touches;
@@ -40,6 +40,7 @@ pub use trace::{Probe, Trace};
 
 use super::generation::{Devices, Generation, LaunchError, Plan};
 use super::launch_job::Reins;
+use super::start::{self, Doing};
 use super::state::Input;
 use super::{Machine, MachineError};
 use crate::drill::drill;
@@ -61,6 +62,14 @@ pub struct RestoreOrder {
     pub mode: Mode,
     /// Record the pages that the guest touches first, and fill in the rest only then.
     pub trace: Option<Trace>,
+}
+
+/// A guest that is being restored.
+struct Arriving {
+    order: RestoreOrder,
+    snapshot: Arc<Snapshot>,
+    incarnation: Incarnation,
+    began: Instant,
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -149,16 +158,33 @@ impl Machine {
         Ok(Order::remove(&self.context.config.file)?)
     }
 
-    pub(super) fn restore(&mut self, order: &RestoreOrder) -> Result<(), MachineError> {
-        let name = self.context.config.name.clone();
-        let failed = |source: RestoreFailure| MachineError::Restore { name: name.clone(), source: Box::new(source) };
+    pub(super) fn restore(&mut self, order: RestoreOrder) -> Result<(), MachineError> {
         let began = Instant::now();
         // The guest does not run yet, so nobody would see what it waits for.
         self.disks.backfill.set_conduct(Conduct::Urge);
-        let snapshot = Arc::new(self.open_snapshot(&order.snapshot, order.seal.as_deref()).map_err(&failed)?);
+        let open = self.opening(&order.snapshot, order.seal.as_deref());
+        let step = start::Step::opens_snapshot(&format!("opening the snapshot {}", order.snapshot.display()));
+        let then = move |machine: &mut Self, snapshot: Result<_, _>| {
+            let snapshot = Arc::new(snapshot.map_err(|error| machine.not_restored(error))?);
+            machine.launch_restored(order, snapshot, began)
+        };
+        self.begin_step(step, move |_| open(), then)
+    }
+
+    pub(super) fn not_restored(&self, source: RestoreFailure) -> MachineError {
+        MachineError::Restore { name: self.context.config.name.clone(), source: Box::new(source) }
+    }
+
+    fn launch_restored(
+        &mut self,
+        order: RestoreOrder,
+        snapshot: Arc<Snapshot>,
+        began: Instant,
+    ) -> Result<(), MachineError> {
         let (saved, configured) = (snapshot.manifest.ram_bytes, self.context.config.memory_bytes);
         if saved != configured {
-            return Err(failed(RestoreFailure::Memory { snapshot: order.snapshot.clone(), saved, configured }));
+            let snapshot = order.snapshot;
+            return Err(self.not_restored(RestoreFailure::Memory { snapshot, saved, configured }));
         }
         if let Err(error) = &snapshot.working_set {
             let message = format!("cannot use the working set: {}", crate::chain(error));
@@ -166,24 +192,43 @@ impl Machine {
         }
         let (path, mode) = (order.snapshot.display().to_string(), order.mode.name().to_owned());
         self.context.record(EventKind::RestoreStarted { snapshot: path, mode });
-        let (from, seal) = (order.snapshot.clone(), Some(snapshot.seal().to_owned()));
         drill(Step::Note.name());
         let incarnation = self.next_incarnation()?;
         let manifest = &snapshot.manifest;
         self.context.journal.write_through.clone_from(&manifest.write_through);
         self.open_disks(&incarnation, Unwritten::Drop)?;
         let vmgenid = self.context.vmgenid_of_restore(manifest.vmgenid);
-        let (devices, frozen) = (Devices { vmgenid, guest_agent: manifest.guest_agent }, manifest.frozen);
+        let devices = Devices { vmgenid, guest_agent: manifest.guest_agent };
         let number = self.next_generation(&incarnation)?;
-        let generation = self.launch_and_prefetch(&snapshot, order.mode, &incarnation, number, devices);
-        let generation = generation.map_err(&failed)?;
-        self.record_qemu(generation.status());
-        drill(Step::Launch.name());
-        let let_in = self.let_in(snapshot, order, &incarnation, &generation, began);
-        let_in.map_err(|failure| failed(self.with_damage(failure)))?;
+        let plan = Plan::restored(&self.context, &self.disks.servers, &incarnation, number, devices);
+        let plan = plan.map_err(|error| self.not_restored(error.into()))?;
+        let doing = Doing::new(format!("loading memory from {}", order.snapshot.display()));
+        let ahead = Ahead {
+            snapshot: snapshot.clone(),
+            mode: order.mode,
+            ram: incarnation.ram.clone(),
+            machine: self.context.config.name.clone(),
+            file: self.context.config.file.clone(),
+            log: self.context.outside.event_log.clone(),
+            doing: doing.clone(),
+        };
+        let arriving = Arriving { order, snapshot, incarnation, began };
+        let work = move |reins: &Reins| ahead.launch_and_prefetch(plan, reins);
+        self.begin_step(start::Step::restores(doing), work, move |machine, launched| {
+            let generation = launched.map_err(|failure| machine.not_restored(failure))?;
+            machine.record_qemu(generation.status());
+            drill(Step::Launch.name());
+            machine.let_in(arriving, generation)
+        })
+    }
+
+    /// The guest is in its QEMU, and is paused.
+    fn begin_restored(&mut self, arriving: Arriving, generation: Generation) -> Result<(), MachineError> {
         drill(Step::LetIn.name());
+        let (order, snapshot) = (&arriving.order, &arriving.snapshot);
+        let (from, seal) = (order.snapshot.clone(), Some(snapshot.seal().to_owned()));
         self.context.journal.restore = Some(RestoreNote { snapshot: from, seal, mode: order.mode, begun: true });
-        if frozen {
+        if snapshot.manifest.frozen {
             self.saves.note_frozen(&mut self.context);
         }
         self.context.journal.qemu = Some(generation.identity());
@@ -195,13 +240,22 @@ impl Machine {
         drill(Step::Begin.name());
         self.disks.admit(&self.context, generation.identity().pid);
         self.disks.backfill.set_conduct(Conduct::Wait);
-        if let Err(error) = generation.run() {
-            let failure = self.with_damage(error.into());
-            drop(generation);
-            self.take_back_begin(noted);
-            return Err(failed(failure));
-        }
+        let step = start::Step::has_guest("its guest begins to run");
+        self.begin_step_with(step, generation, Generation::run, move |machine, generation, runs| match runs {
+            Ok(()) => machine.restored(arriving, generation),
+            Err(error) => {
+                let failure = machine.with_damage(error.into());
+                drop(generation);
+                machine.take_back_begin(noted);
+                Err(machine.not_restored(failure))
+            }
+        })
+    }
+
+    fn restored(&mut self, arriving: Arriving, generation: Generation) -> Result<(), MachineError> {
         drill(Step::Run.name());
+        let Arriving { order, incarnation, began, .. } = arriving;
+        let number = generation.number;
         let life = self.hold(incarnation, generation, None);
         self.must_happen(Input::Runs { guest: life });
         self.context.record(EventKind::IncarnationStarted { generation: number, warm: false });
@@ -211,14 +265,15 @@ impl Machine {
             let duration_ms = began.elapsed().as_secs_f64() * 1e3;
             self.context.record(EventKind::Restored { pages, pages_prefetched, duration_ms });
         }
-        self.fill_behind(number, order.trace.clone()).map_err(failed)
+        self.fill_behind(number, order.trace).map_err(|failure| self.not_restored(failure))
     }
 
     /// Names a missing page as the cause of a failure. QEMU itself waits for pages while it loads or starts a guest,
     /// and does not answer then.
     fn with_damage(&self, failure: RestoreFailure) -> RestoreFailure {
         match self.unreadable() {
-            what if what.is_empty() || matches!(failure, RestoreFailure::Damaged { .. }) => failure,
+            what if what.is_empty() => failure,
+            what if matches!(failure, RestoreFailure::Damaged { .. }) => RestoreFailure::Damaged { what, source: None },
             what => RestoreFailure::Damaged { what, source: Some(Box::new(failure)) },
         }
     }
@@ -245,71 +300,67 @@ impl Machine {
         self.context.save_journal();
     }
 
-    /// Opens the snapshot. If it is in an object store, its disks are in the machine's folder, or will be.
-    fn open_snapshot(&self, path: &Path, seal: Option<&str>) -> Result<Snapshot, RestoreFailure> {
+    /// Opens the snapshot, from any thread. If it is in an object store, its disks are in the machine's folder, or will be.
+    fn opening(
+        &self,
+        path: &Path,
+        seal: Option<&str>,
+    ) -> impl FnOnce() -> Result<Snapshot, RestoreFailure> + Send + use<> {
         let config = &self.context.config;
         let disks = config.file.parent().map(saved_disks).filter(|folder| folder.exists());
-        let disks = disks.as_deref().map(|folder| (folder, self.disks.backfill.images()));
-        let snapshot = open_snapshot(path, &config.object_store, self.disks.backfill.scheduler(), disks)?;
-        match seal.is_none_or(|seal| seal == snapshot.seal()) {
-            true => Ok(snapshot),
-            false => Err(RestoreFailure::AnotherSnapshot { snapshot: path.to_owned() }),
+        let disks = disks.map(|folder| (folder, self.disks.backfill.images()));
+        let (store, scheduler) = (config.object_store.clone(), self.disks.backfill.scheduler().clone());
+        let (path, seal) = (path.to_owned(), seal.map(str::to_owned));
+        move || {
+            let disks = disks.as_ref().map(|(folder, images)| (folder.as_path(), images.clone()));
+            let snapshot = open_snapshot(&path, &store, &scheduler, disks)?;
+            match seal.is_none_or(|seal| seal == snapshot.seal()) {
+                true => Ok(snapshot),
+                false => Err(RestoreFailure::AnotherSnapshot { snapshot: path }),
+            }
         }
     }
 
-    /// Starts QEMU and prefetches memory at the same time: QEMU's start takes as long as reading a working set.
-    fn launch_and_prefetch(
-        &self,
-        snapshot: &Snapshot,
-        mode: Mode,
-        incarnation: &Incarnation,
-        number: u32,
-        devices: Devices,
-    ) -> Result<Generation, RestoreFailure> {
-        let (ahead, context) = (ahead(snapshot, mode), &self.context);
-        std::thread::scope(|scope| {
-            let builder = std::thread::Builder::new().name(format!("prefetch-{}", self.context.config.name));
-            let read = || ahead.map_or(Ok(0), |pages| read_ahead(pages, &incarnation.ram, context));
-            let reader = builder.spawn_scoped(scope, read);
-            let reader = reader.map_err(RestoreFailure::Thread)?;
-            let plan = Plan::restored(&self.context, &self.disks.servers, incarnation, number, devices);
-            let generation = plan.and_then(|plan| plan.start(&Reins::default()));
-            let read = reader.join().expect("reading pages does not panic");
-            let generation = generation?;
-            match read {
-                Ok(_) => {}
-                Err(RestoreError::CalledOff) => {
-                    return Err(RestoreFailure::CalledOff { file: self.context.config.file.clone() });
-                }
-                // Missing pages of the working set are loaded when they are touched.
-                Err(error) if mode == Mode::WorkingSet => {
-                    let message = format!("cannot use the working set: {}", crate::chain(&error));
-                    self.context.record(EventKind::Error { message });
-                }
-                Err(error) => return Err(error.into()),
-            }
-            Ok(generation)
-        })
-    }
-
     /// Loads the guest into a QEMU that waits for it. The guest is paused afterwards.
-    fn let_in(
-        &mut self,
-        snapshot: Arc<Snapshot>,
-        order: &RestoreOrder,
-        incarnation: &Incarnation,
-        generation: &Generation,
-        began: Instant,
-    ) -> Result<(), RestoreFailure> {
+    fn let_in(&mut self, arriving: Arriving, generation: Generation) -> Result<(), MachineError> {
         // The guest does not run yet, so only QEMU itself touches memory. At a damaged page QEMU would hang, and QMP
         // with it. So QEMU is ended.
         let is_over = Arc::new(AtomicBool::new(false));
+        let registered = self.register(&arriving, &generation, is_over.clone());
+        registered.map_err(|failure| self.not_restored(self.with_damage(failure)))?;
+        let snapshot = arriving.snapshot.clone();
+        let give = move |generation: &Generation| {
+            let given = state::give(&generation.qmp, &snapshot.state, STATE_PATIENCE);
+            let met_damage = is_over.swap(true, Relaxed);
+            given.map_err(|source| {
+                if met_damage {
+                    return RestoreFailure::Damaged { what: String::new(), source: None };
+                }
+                // A QEMU that refuses the state prints the reason and ends.
+                generation.process.ends_within(Duration::from_secs(1));
+                RestoreFailure::State { last_words: generation.process.last_words(), source }
+            })
+        };
+        let step = start::Step::restores(Doing::new("loading the state of the guest's devices"));
+        self.begin_step_with(step, generation, give, move |machine, generation, given| {
+            given.map_err(|failure| machine.not_restored(machine.with_damage(failure)))?;
+            machine.begin_restored(arriving, generation)
+        })
+    }
+
+    fn register(
+        &mut self,
+        arriving: &Arriving,
+        generation: &Generation,
+        is_over: Arc<AtomicBool>,
+    ) -> Result<(), RestoreFailure> {
+        let Arriving { order, snapshot, incarnation, began } = arriving;
         let lazy = match order.mode {
             Mode::Eager => None,
             Mode::Lazy | Mode::WorkingSet => {
                 let userfault =
                     generation.userfault().map_err(|why| RestoreFailure::Userfault { why: why.to_owned() })?;
-                let (teller, is_over) = (self.teller(generation.number), is_over.clone());
+                let teller = self.teller(generation.number);
                 let end = generation.process.killer();
                 let tell = move |Trouble { why, is_damage }| {
                     if is_damage && !is_over.swap(true, Relaxed) {
@@ -317,26 +368,17 @@ impl Machine {
                     }
                     teller.say(RestoreMessage::Waits { why });
                 };
-                let (tracing, prefetched) = (order.trace.is_some(), ahead(&snapshot, order.mode));
+                let (tracing, prefetched) = (order.trace.is_some(), ahead(snapshot, order.mode));
                 let (of, ram) = (snapshot.clone(), &incarnation.ram);
                 Some(LazyRam::register(of, ram, userfault, prefetched, tracing, tell)?)
             }
         };
         let pages = snapshot.ram.pages().len() as u64;
-        let restoring = Restoring::new(&order.snapshot, order.mode, began, pages, lazy);
+        let restoring = Restoring::new(&order.snapshot, order.mode, *began, pages, lazy);
         self.serve_faults(restoring, generation.number)?;
         // A disk without the gate would read zeroes where memory is missing, and leave them there.
         self.disks.try_set_gate(self.memory.disk_gate())?;
-        let given = state::give(&generation.qmp, &snapshot.state, STATE_PATIENCE);
-        let met_damage = is_over.swap(true, Relaxed);
-        given.map_err(|source| {
-            if met_damage {
-                return RestoreFailure::Damaged { what: self.unreadable(), source: None };
-            }
-            // A QEMU that refuses the state prints the reason and ends.
-            generation.process.ends_within(Duration::from_secs(1));
-            RestoreFailure::State { last_words: generation.process.last_words(), source }
-        })
+        Ok(())
     }
 
     fn serve_faults(&mut self, mut restoring: Restoring, generation: u32) -> Result<(), RestoreFailure> {
@@ -417,7 +459,7 @@ impl Machine {
             (_, Some(fd)) => Userfault::fetch(identity.pid, fd, identity.helper_fd),
         };
         let userfault = userfault.map_err(|error| failed(no_userfault(crate::chain(&error))))?;
-        let snapshot = self.open_snapshot(&note.snapshot, note.seal.as_deref()).map_err(&failed)?;
+        let snapshot = self.opening(&note.snapshot, note.seal.as_deref())().map_err(&failed)?;
         let (teller, pages) = (self.teller(identity.generation), snapshot.ram.pages().len() as u64);
         let tell = move |Trouble { why, .. }| teller.say(RestoreMessage::Waits { why });
         let lazy = LazyRam::resume(Arc::new(snapshot), &incarnation.ram, &userfault, tell);

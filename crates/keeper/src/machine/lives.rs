@@ -16,35 +16,21 @@ use hearth_recovery::warm_reboot::Phase;
 
 use super::crash_recovery::Harvest;
 use super::dumps::Dumps;
-use super::generation::{Devices, Generation, LaunchError, Plan};
-use super::launch_job::LaunchJob;
+use super::generation::{Devices, Generation, Plan};
 use super::leftovers::Needed;
+use super::start::Step;
 use super::state::Input;
 use super::timeline::Timeline;
 use super::{Life, Machine, MachineError, launch, leftovers};
+use crate::event_log::EventLog;
 use crate::folders::own_user;
-
-/// An incarnation whose QEMU is being started.
-pub struct NextLife {
-    incarnation: Incarnation,
-    began: Instant,
-    job: LaunchJob<Result<Generation, LaunchError>>,
-}
-
-impl NextLife {
-    /// Number of its QEMU's generation.
-    pub fn generation(&self) -> u32 {
-        self.job.number()
-    }
-}
 
 impl Machine {
     pub(super) fn start_afresh(&mut self) -> Result<(), MachineError> {
         self.take_next_configuration();
         let incarnation = self.next_incarnation()?;
         self.open_disks(&incarnation, Unwritten::Drop)?;
-        let next = self.begin_launch(incarnation)?;
-        self.let_run(next)
+        self.begin_launch(incarnation)
     }
 
     /// Opens the disks' images and serves them to the guest of this incarnation.
@@ -129,13 +115,10 @@ impl Machine {
     }
 
     fn start_as_configured(&mut self) -> Result<(), MachineError> {
-        match self.begin_next() {
-            Ok(launch) => self.happens(Input::Launches { launch }),
-            Err(error) => self.not_started(error),
-        }
+        self.begin_next().or_else(|error| self.not_started(error))
     }
 
-    fn begin_next(&mut self) -> Result<NextLife, MachineError> {
+    fn begin_next(&mut self) -> Result<(), MachineError> {
         let next = self.next_incarnation()?;
         let gate = self.memory.disk_gate();
         self.disks.renew(&mut self.context, &self.warm_reboot, &mut self.recovery, gate.as_ref(), &next)?;
@@ -143,10 +126,8 @@ impl Machine {
         self.begin_launch(next)
     }
 
-    /// The next incarnation's QEMU has been started, or not.
-    pub(super) fn let_run_next(&mut self, next: NextLife) -> Result<(), MachineError> {
-        let began = next.began;
-        let runs = self.let_run(next);
+    /// The next incarnation runs, or does not. `began`: its launch.
+    pub(super) fn next_started(&mut self, began: Instant, runs: Result<(), MachineError>) -> Result<(), MachineError> {
         self.recovery.phase_ended(&self.context, Phase::Launch.name(), began, began.elapsed());
         if let Err(error) = runs {
             return self.not_started(error);
@@ -170,18 +151,6 @@ impl Machine {
             return self.start_as_configured();
         }
         self.try_again_later(error)
-    }
-
-    /// The machine was told to stop.
-    pub(super) fn end_launch(&self) {
-        if let Some(next) = self.state.launch() {
-            next.job.cut();
-        }
-    }
-
-    pub(super) fn give_up_launch(&mut self, next: NextLife) {
-        drop(next);
-        self.discard_unused();
     }
 
     /// The incarnation that did not begin: the next one has its number.
@@ -247,6 +216,10 @@ impl Machine {
     }
 
     pub(super) fn wait_for_dumps(&mut self) -> Result<(), MachineError> {
+        if !self.crash_recovery.unfinished.is_empty() {
+            // No guest has run since they were found.
+            self.go_on_with_dumps();
+        }
         if !self.crash_recovery.must_wait_for_dumps() {
             return self.happens(Input::DumpsOver);
         }
@@ -302,24 +275,32 @@ impl Machine {
         Ok(self.context.journal.generation)
     }
 
-    fn begin_launch(&mut self, incarnation: Incarnation) -> Result<NextLife, MachineError> {
-        let began = Instant::now();
+    fn begin_launch(&mut self, incarnation: Incarnation) -> Result<(), MachineError> {
         self.fast_remount.boot_begins(&self.context, &self.warm_reboot);
         let devices = Devices { vmgenid: self.context.vmgenid_of_boot(), guest_agent: self.context.config.guest_agent };
         let number = self.next_generation(&incarnation)?;
         let plan = Plan::first(&self.context, &self.disks.servers, &incarnation, number, devices)?;
-        let (name, tell) = (&self.context.config.name, self.context.outside.tell.clone());
-        let job = LaunchJob::begin(name, number, tell, move |reins| plan.start(reins)).map_err(LaunchError::Thread)?;
-        Ok(NextLife { incarnation, began, job })
+        self.begin_step(
+            Step::boots("QEMU is starting"),
+            move |reins| plan.start(reins),
+            move |machine, generation| machine.let_run(incarnation, generation?),
+        )
     }
 
-    fn let_run(&mut self, NextLife { incarnation, job, .. }: NextLife) -> Result<(), MachineError> {
-        let (number, generation) = (job.number(), job.end()?);
+    fn let_run(&mut self, incarnation: Incarnation, generation: Generation) -> Result<(), MachineError> {
         self.record_qemu(generation.status());
         if self.warm_reboot.wants_gate(&self.context.config) {
             self.memory.shut(&self.context, &self.warm_reboot, &self.disks, &incarnation, &generation);
         }
-        generation.run()?;
+        let step = Step::boots("its guest begins to run");
+        self.begin_step_with(step, generation, Generation::run, move |machine, generation, runs| {
+            runs?;
+            machine.boots(incarnation, generation)
+        })
+    }
+
+    fn boots(&mut self, incarnation: Incarnation, generation: Generation) -> Result<(), MachineError> {
+        let number = generation.number;
         self.disks.admit(&self.context, generation.identity().pid);
         self.adopt(incarnation, generation)?;
         self.watch_ready();
@@ -329,14 +310,7 @@ impl Machine {
     }
 
     pub(super) fn record_qemu(&self, status: QemuStatus) {
-        self.context.record(EventKind::QemuStarted {
-            pid: status.pid,
-            generation: status.generation,
-            version: status.version,
-            accelerator: status.accelerator,
-            accelerator_why: status.accelerator_why,
-        });
-        self.context.record(EventKind::Userfault { generation: status.generation, userfault: status.userfault });
+        record_qemu(&self.context.outside.event_log, status);
     }
 
     /// Makes a QEMU that was just started the machine's. QEMU ends if the journal cannot be written.
@@ -432,4 +406,16 @@ impl Machine {
             self.warm_reboot.discard_memory(&self.context);
         }
     }
+}
+
+/// Records that a QEMU has been started.
+pub(super) fn record_qemu(log: &EventLog, status: QemuStatus) {
+    log.record(EventKind::QemuStarted {
+        pid: status.pid,
+        generation: status.generation,
+        version: status.version,
+        accelerator: status.accelerator,
+        accelerator_why: status.accelerator_why,
+    });
+    log.record(EventKind::Userfault { generation: status.generation, userfault: status.userfault });
 }

@@ -30,8 +30,9 @@
 //! with every input. `actions` carries out what follows from a transition. The API and the events show more words: a Running machine
 //! is `running`, `paused` or `stopping`; one in Dumping, or Recovering with the order to stop, is `stopping`.
 //!
-//! Starting a QEMU takes up to a second: a thread does it (`launch_job`), and the loop answers meanwhile. A machine that is told to
-//! stop while its next QEMU is starting goes to Dumping once that has ended.
+//! Starting a guest takes long: threads do it step by step (`start`, `launch_job`), and the loop answers meanwhile. A machine that is
+//! told to stop while a guest is starting goes to Dumping once that has ended; a guest that exists already runs first. Only the
+//! take-over comes before the loop: it takes milliseconds, unless QEMU hangs.
 //!
 //! A machine that crashes again and again, or whose next QEMU does not start, waits in Recovering before its next start
 //! (`crash_loop`).
@@ -53,7 +54,7 @@
 //! | `FastRemount` (`fast_remount`) | until when a boot is noted, the readiness probe |
 //! | `GuestMemory` (`gate`, `lazy_restore`) | the gate before the guest's memory, its way out of a snapshot |
 //! | `Disks` (`disks`, `images`, `nvram`, `backfill`) | servers, images, NVRAM, backfill |
-//! | `State` (`state`, `actions`, `lives`) | where the machine stands: the guest and its QEMU, the order, the next guest's start or the wait before it |
+//! | `State` (`state`, `actions`, `lives`, `start`) | where the machine stands: the guest and its QEMU, the order, the next guest's start or the wait before it |
 //! | `LastRecovery` (`timeline`) | how long each phase of the last recovery took |
 //! | `Rejuvenations` (`rejuvenation`, `park`, `upgrade`, `age`) | the hop under way, the last hop, the schedule, the guest that is being parked, the successor |
 //! | `Saves` (`save`, `frozen`) | the save under way, frozen file systems |
@@ -95,6 +96,7 @@ mod save;
 mod space;
 mod stale_session;
 mod standstill;
+mod start;
 mod state;
 mod status;
 mod takeover;
@@ -106,6 +108,7 @@ mod warm_reboot;
 mod wires;
 mod work;
 
+use std::sync::atomic::Ordering::Relaxed;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
@@ -126,12 +129,13 @@ use fast_remount::FastRemount;
 use gate::GuestMemory;
 use generation::Generation;
 pub use in_force::Next;
-use lives::NextLife;
+use lazy_restore::RestoreFailure;
 use locked_files::LockedFiles;
 use park::Parking;
 pub use rejuvenation::GUEST_DIED_WITH_QEMU;
 use rejuvenation::Rejuvenations;
 use save::Saves;
+use start::Start;
 use state::{Input, State};
 pub use takeover::could_take_over;
 use timeline::LastRecovery;
@@ -163,7 +167,7 @@ pub struct Machine {
     locked_files: LockedFiles,
     memory: GuestMemory,
     disks: Disks,
-    state: State<Life, NextLife>,
+    state: State<Life, Start>,
     /// The state that the event log was told last.
     told_state: MachineState,
     recovery: LastRecovery,
@@ -182,8 +186,8 @@ struct Life {
 }
 
 impl Machine {
-    /// Starts the machine, or takes over the QEMU that a dead keeper left running.
-    pub fn start(context: Context) -> Result<Self, MachineError> {
+    /// Takes over the QEMU that a dead keeper left running; if there is none, `run` starts a guest.
+    pub fn begin(context: Context) -> Result<Self, MachineError> {
         let warm_reboot = WarmReboot::start(&context)?;
         let disks = Disks::after_gap(&context.folders.memory);
         let mut machine = Self {
@@ -193,7 +197,7 @@ impl Machine {
             locked_files: LockedFiles::default(),
             memory: GuestMemory::default(),
             disks,
-            state: State::Starting,
+            state: State::default(),
             told_state: MachineState::Starting,
             recovery: LastRecovery::default(),
             rejuvenation: Rejuvenations::default(),
@@ -219,21 +223,28 @@ impl Machine {
         } else {
             machine.disks.forget_greeting(&mut machine.context);
             machine.disks.images.begin_start();
-            match machine.order_to_restore().inspect_err(|error| machine.fail(error))? {
-                Some(order) => machine.restore(&order).inspect_err(|error| machine.fail(error))?,
-                None => machine
-                    .forget_order()
-                    .and_then(|()| machine.resume_or_boot())
-                    .inspect_err(|error| machine.fail_to_start(error))?,
-            }
         }
-        machine.go_on_with_dumps();
         Ok(machine)
     }
 
-    /// Handles events until the machine has stopped, or another keeper takes it over.
-    pub fn run(mut self, events: &Receiver<Event>) -> Result<End, MachineError> {
+    /// Handles events until the machine has stopped, or another keeper takes it over. `tell_running`: what follows once it has a
+    /// guest.
+    pub fn run(mut self, events: &Receiver<Event>, tell_running: impl FnOnce()) -> Result<End, MachineError> {
+        let mut tell_running = Some(tell_running);
+        self.context.outside.watchdog.main().begin();
+        let begun = if self.state.is_first_start() { self.begin_start() } else { Ok(()) };
+        self.context.outside.watchdog.main().end();
+        if let Err(error) = begun {
+            self.end_with(&error);
+            return Err(error);
+        }
         while !matches!(self.state, State::Stopped) {
+            if self.state.guest().is_some()
+                && let Some(tell_running) = tell_running.take()
+            {
+                self.go_on_with_dumps();
+                tell_running();
+            }
             let event = match self.deadline() {
                 // Events that came while the successor was asked are handled first: the guest may have ended.
                 _ if self.rejuvenation.successor.is_some() => match events.try_recv() {
@@ -260,6 +271,10 @@ impl Machine {
             self.context.outside.watchdog.excuse_disks(!self.memory.is_complete());
             self.context.outside.watchdog.main().end();
         }
+        if self.memory.restore_was_cancelled && self.context.outside.terminated.load(Relaxed) {
+            let file = self.context.config.file.clone();
+            return Err(self.not_restored(RestoreFailure::CalledOff { file }));
+        }
         Ok(End::Stopped)
     }
 
@@ -269,6 +284,8 @@ impl Machine {
             self.context.record(EventKind::Error { message: crate::chain(error) });
             // The next keeper takes over, as if this one had been killed.
             self.leave_to_next_keeper(DiskServer::abandon);
+        } else if self.state.is_first_start() && !matches!(error, MachineError::Restore { .. }) {
+            self.fail_to_start(error);
         } else {
             self.fail(error);
         }
@@ -310,7 +327,8 @@ impl Machine {
     }
 
     fn handle(&mut self, event: Event) -> Result<(), MachineError> {
-        let Some(event) = self.hold_back(event) else { return Ok(()) };
+        let event = self.hold_back(event).and_then(|event| self.hold_for_start(event));
+        let Some(event) = event else { return Ok(()) };
         match event {
             Event::Request { command, answer } => self.requested(command, &answer),
             Event::Terminate => {

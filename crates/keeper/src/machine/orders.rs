@@ -69,6 +69,9 @@ impl Machine {
 
     fn resize(&self, disk: &str) -> Result<DiskSize, ApiError> {
         self.must_not_be_parked("resize")?;
+        if self.state.is_first_start() {
+            return Err(self.wrong_state("resize"));
+        }
         // A disk that waits for memory does not answer, and this loop would wait for it.
         self.memory.must_be_complete("resize")?;
         // The next QEMU may have read the size already.

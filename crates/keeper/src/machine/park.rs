@@ -42,13 +42,16 @@ use super::disks::firmware_vars;
 use super::generation::{Devices, Generation, LaunchError, Plan};
 use super::launch;
 use super::launch_job::Reins;
+use super::lives::record_qemu;
 use super::rejuvenation::{END_PATIENCE, Rejuvenations, must_have_all_state};
+use super::start::Step;
 use super::state::Input;
 use super::{Context, Life, Machine, MachineError};
 use crate::config::{Config, NvramConfig};
 use crate::control::{Answer, Reply};
 use crate::drill::drill;
 use crate::event::{Event, ParkMessage};
+use crate::event_log::EventLog;
 use crate::host_reload::Record;
 use crate::notify::{Notice, notify};
 use task::{Decision, Found, Task, note_nvram};
@@ -111,6 +114,14 @@ enum Lost {
     State { last_words: Option<String>, source: StateError },
     #[error(transparent)]
     Run(#[from] LaunchError),
+}
+
+/// A parked guest that is being resumed.
+struct Resume {
+    parked: Arc<Parked>,
+    began: Instant,
+    ticker: Option<Ticker>,
+    host_reloaded: bool,
 }
 
 /// Why a resume ends without a running guest.
@@ -425,10 +436,9 @@ impl Machine {
         parked::find(&self.context.folders.memory).ok().flatten().map(|parked| parked.incarnation)
     }
 
-    /// Resumes a parked guest, or boots the machine. Call it when no living QEMU was found.
+    /// Begins to resume a parked guest, or to boot the machine. Call it when no living QEMU was found.
     pub(super) fn resume_or_boot(&mut self) -> Result<(), MachineError> {
-        let folder = self.context.folders.memory.clone();
-        let found = match parked::find(&folder) {
+        let found = match parked::find(&self.context.folders.memory) {
             Ok(Some(parked)) => Ok(parked),
             Ok(None) => match self.missed() {
                 None => return self.start_afresh(),
@@ -436,21 +446,27 @@ impl Machine {
             },
             Err(error) => Err(error),
         };
-        let (obstacle, host_reloaded, incarnation) = match found {
-            Err(error) => (Lost::from(error).into(), Record::of_this_host().is_some_and(|it| it.host_reloaded()), None),
-            Ok(parked) => {
-                let host_reloaded = parked.boot_id != accelerator::host_boot();
-                match self.resume_parked(&parked, host_reloaded) {
-                    Ok(()) => return Ok(()),
-                    Err(obstacle) => (obstacle, host_reloaded, Some(parked.incarnation)),
-                }
+        match found {
+            Ok(parked) => self.resume_parked(parked),
+            Err(error) => {
+                let host_reloaded = Record::of_this_host().is_some_and(|record| record.host_reloaded());
+                self.boot_instead(Lost::from(error).into(), host_reloaded, None)
             }
-        };
+        }
+    }
+
+    /// The parked guest cannot continue. The machine boots, unless the guest may stay parked.
+    fn boot_instead(
+        &mut self,
+        obstacle: Obstacle,
+        host_reloaded: bool,
+        incarnation: Option<u32>,
+    ) -> Result<(), MachineError> {
         let lost = match obstacle {
             Obstacle::Keeper(error) => return Err(error),
             Obstacle::Lost(lost) => lost,
         };
-        let why = crate::chain(&lost);
+        let (why, folder) = (crate::chain(&lost), self.context.folders.memory.clone());
         tracing::error!(why, "the parked guest cannot resume; the machine boots instead");
         self.context.record(EventKind::ParkedLost { why: why.clone() });
         self.context.journal.guest = GuestNote::Runs;
@@ -471,26 +487,118 @@ impl Machine {
         Some(parked::why_not_in(folder, &self.context.folders.memory))
     }
 
-    fn resume_parked(&mut self, parked: &Parked, host_reloaded: bool) -> Result<(), Obstacle> {
-        let (began, folder) = (Instant::now(), self.context.folders.memory.clone());
-        // The longer the clock is watched, the better.
-        let ticker = (self.context.qemu.accelerator.accelerator == Accelerator::Tcg).then(Ticker::watch);
+    fn resume_parked(&mut self, parked: Parked) -> Result<(), MachineError> {
+        let resume = Resume {
+            began: Instant::now(),
+            // The longer the clock is watched, the better.
+            ticker: (self.context.qemu.accelerator.accelerator == Accelerator::Tcg).then(Ticker::watch),
+            host_reloaded: parked.boot_id != accelerator::host_boot(),
+            parked: Arc::new(parked),
+        };
+        let parked = &resume.parked;
         self.context.journal.incarnation = parked.incarnation;
         self.context.journal.generation = self.context.journal.generation.max(parked.generation);
         self.context.outside.event_log.set_incarnation(parked.incarnation);
-        let mib = parked.ram_bytes >> 20;
-        notify(&Notice::Status(format!("checks the {mib} MiB of its parked guest")));
-        let (incarnation, state) = self.verify(parked)?;
-        drill(ResumePhase::Verify.name());
-        let (generation, set_forward) = self.wake(&incarnation, parked, state, ticker)?;
-        drill(ResumePhase::Wake.name());
-        let (number, version) = (generation.number, generation.identity().version);
-        let went_on = self.let_go_on(&generation);
-        if let Err(obstacle) = went_on {
-            generation.process.kill();
-            generation.process.ends_within(END_PATIENCE);
-            return Err(obstacle);
+        let doing = format!("checking the {} MiB of its parked guest", parked.ram_bytes >> 20);
+        notify(&Notice::Status(doing.clone()));
+        let check = self.check(parked.clone());
+        self.begin_step(
+            Step::has_guest(&doing),
+            move |_| check(),
+            move |machine, checked| match checked {
+                Ok((incarnation, state)) => {
+                    drill(ResumePhase::Verify.name());
+                    machine.wake(resume, incarnation, state)
+                }
+                Err(lost) => machine.not_resumed(&resume, lost.into()),
+            },
+        )
+    }
+
+    fn not_resumed(&mut self, resume: &Resume, obstacle: Obstacle) -> Result<(), MachineError> {
+        self.boot_instead(obstacle, resume.host_reloaded, Some(resume.parked.incarnation))
+    }
+
+    /// Compares memory, NVRAM, images and configuration with the note, from any thread.
+    fn check(&self, parked: Arc<Parked>) -> impl FnOnce() -> Result<(Incarnation, Vec<u8>), Lost> + Send + use<> {
+        let (config, folder) = (self.context.config.clone(), self.context.folders.memory.clone());
+        let hardware = launch::hardware(&config, self.context.qemu.accelerator.accelerator);
+        let nvram = nvram_files(&self.context);
+        move || {
+            let disks = launch::disk_identities(&config);
+            parked.must_be_of(&config.name, config.memory_bytes, &disks, &hardware)?;
+            parked.must_find_images(&image_paths(&config))?;
+            let state = parked.state(&folder)?;
+            let incarnation = Incarnation::open(&folder, parked.incarnation)?;
+            parked.must_have_size(&incarnation.ram)?;
+            parked.must_match(&incarnation.ram, &ChunkSums::of_all(&incarnation.ram)?)?;
+            parked.must_find_nvram(&note_nvram(&nvram)?)?;
+            Ok((incarnation, state))
         }
+    }
+
+    /// Loads the guest into a new QEMU, where it is paused.
+    fn wake(&mut self, resume: Resume, incarnation: Incarnation, state: Vec<u8>) -> Result<(), MachineError> {
+        let parked = &resume.parked;
+        self.context.journal.vmgenid.clone_from(&parked.vmgenid);
+        self.context.journal.write_through.clone_from(&parked.write_through);
+        if parked.frozen {
+            self.saves.note_frozen(&mut self.context);
+        }
+        self.open_disks(&incarnation, Unwritten::Keep)?;
+        let number = self.next_generation(&incarnation)?;
+        let devices = Devices { vmgenid: parked.vmgenid.clone(), guest_agent: parked.guest_agent };
+        let plan = Plan::restored(&self.context, &self.disks.servers, &incarnation, number, devices)?;
+        let (parked, ticker, log) = (parked.clone(), resume.ticker, self.context.outside.event_log.clone());
+        let load = move |reins: &Reins| load(&parked, plan, reins, state, ticker, &log);
+        let step = Step::has_guest("loading its parked guest into a QEMU");
+        self.begin_step(step, load, move |machine, loaded| match loaded {
+            Ok((generation, set_forward)) => {
+                drill(ResumePhase::Wake.name());
+                machine.let_go_on(resume, incarnation, generation, set_forward)
+            }
+            Err(obstacle) => machine.not_resumed(&resume, obstacle),
+        })
+    }
+
+    /// Continues the guest. This passes the point of no return. `set_forward`: how far its clock was set forward.
+    fn let_go_on(
+        &mut self,
+        resume: Resume,
+        incarnation: Incarnation,
+        generation: Generation,
+        set_forward: Option<Duration>,
+    ) -> Result<(), MachineError> {
+        // From here on a new keeper finds the guest in this QEMU, paused.
+        self.context.journal.qemu = Some(generation.identity());
+        self.context.journal.guest = GuestNote::Paused;
+        let noted = self.context.must_save_journal().map_err(MachineError::from);
+        noted.and_then(|()| Ok(Parked::consume(&self.context.folders.memory)?)).inspect_err(|_| end(&generation))?;
+        drill(ResumePhase::Consume.name());
+        self.disks.admit(&self.context, generation.identity().pid);
+        let run = |generation: &Generation| generation.run().inspect_err(|_| end(generation));
+        let step = Step::has_guest("its parked guest goes on");
+        self.begin_step_with(step, generation, run, move |machine, generation, runs| match runs {
+            Ok(()) => {
+                machine.resumed(&resume, incarnation, generation, set_forward);
+                Ok(())
+            }
+            Err(error) => {
+                drop(generation);
+                machine.not_resumed(&resume, Lost::from(error).into())
+            }
+        })
+    }
+
+    fn resumed(
+        &mut self,
+        resume: &Resume,
+        incarnation: Incarnation,
+        generation: Generation,
+        set_forward: Option<Duration>,
+    ) {
+        let Resume { began, parked, host_reloaded, .. } = resume;
+        let (number, version) = (generation.number, generation.identity().version);
         let stood = parked.stands_for();
         self.context.journal.guest = GuestNote::Runs;
         match set_forward {
@@ -503,75 +611,39 @@ impl Machine {
         self.must_happen(Input::Runs { guest: life });
         self.thaw();
         drill(ResumePhase::GoOn.name());
-        parked::discard(&folder);
+        parked::discard(&self.context.folders.memory);
         let (stood_ms, duration_ms) = (stood.as_secs_f64() * 1e3, began.elapsed().as_secs_f64() * 1e3);
+        let host_reloaded = *host_reloaded;
         self.rejuvenation.unparked = Some(Unparked { lost: None, stood_ms: Some(stood_ms), host_reloaded });
         self.context.record(EventKind::Unparked { generation: number, version, stood_ms, duration_ms });
-        Ok(())
     }
+}
 
-    /// Compares memory, NVRAM, images and configuration with the note.
-    fn verify(&self, parked: &Parked) -> Result<(Incarnation, Vec<u8>), Lost> {
-        let (config, folder) = (&self.context.config, &self.context.folders.memory);
-        let disks = launch::disk_identities(config);
-        parked.must_be_of(
-            &config.name,
-            config.memory_bytes,
-            &disks,
-            &launch::hardware(&self.context.config, self.context.qemu.accelerator.accelerator),
-        )?;
-        parked.must_find_images(&image_paths(&self.context.config))?;
-        let state = parked.state(folder)?;
-        let incarnation = Incarnation::open(folder, parked.incarnation)?;
-        parked.must_have_size(&incarnation.ram)?;
-        parked.must_match(&incarnation.ram, &ChunkSums::of_all(&incarnation.ram)?)?;
-        parked.must_find_nvram(&note_nvram(&nvram_files(&self.context))?)?;
-        Ok((incarnation, state))
-    }
-
-    /// Loads the guest into a new QEMU, where it is paused. Also returns how far its clock was set forward.
-    fn wake(
-        &mut self,
-        incarnation: &Incarnation,
-        parked: &Parked,
-        mut state: Vec<u8>,
-        ticker: Option<Ticker>,
-    ) -> Result<(Generation, Option<Duration>), Obstacle> {
-        self.context.journal.vmgenid.clone_from(&parked.vmgenid);
-        self.context.journal.write_through.clone_from(&parked.write_through);
-        if parked.frozen {
-            self.saves.note_frozen(&mut self.context);
-        }
-        self.open_disks(incarnation, Unwritten::Keep).map_err(Obstacle::Keeper)?;
-        let number = self.next_generation(incarnation).map_err(Obstacle::Keeper)?;
-        let devices = Devices { vmgenid: parked.vmgenid.clone(), guest_agent: parked.guest_agent };
-        let plan = Plan::restored(&self.context, &self.disks.servers, incarnation, number, devices);
-        let generation = plan.and_then(|plan| plan.start(&Reins::default()));
-        let generation = generation.map_err(|error| Obstacle::Keeper(error.into()))?;
-        self.record_qemu(generation.status());
-        // As late as possible: QEMU is there to take the state.
-        let set_forward = parked.set_clock(&mut state, ticker);
-        match state::give(&generation.qmp, &state, STATE_PATIENCE) {
-            Ok(()) => Ok((generation, set_forward)),
-            Err(source) => {
-                // A QEMU that refuses the state prints the reason and ends.
-                generation.process.ends_within(Duration::from_secs(1));
-                generation.process.kill();
-                generation.process.ends_within(END_PATIENCE);
-                Err(Lost::State { last_words: generation.process.last_words(), source }.into())
-            }
+/// Starts a QEMU and loads the guest's devices into it. Also returns how far the guest's clock was set forward.
+fn load(
+    parked: &Parked,
+    plan: Plan,
+    reins: &Reins,
+    mut state: Vec<u8>,
+    ticker: Option<Ticker>,
+    log: &EventLog,
+) -> Result<(Generation, Option<Duration>), Obstacle> {
+    let generation = plan.start(reins).map_err(|error| Obstacle::Keeper(error.into()))?;
+    record_qemu(log, generation.status());
+    // As late as possible: QEMU is there to take the state.
+    let set_forward = parked.set_clock(&mut state, ticker);
+    match state::give(&generation.qmp, &state, STATE_PATIENCE) {
+        Ok(()) => Ok((generation, set_forward)),
+        Err(source) => {
+            // A QEMU that refuses the state prints the reason and ends.
+            generation.process.ends_within(Duration::from_secs(1));
+            end(&generation);
+            Err(Lost::State { last_words: generation.process.last_words(), source }.into())
         }
     }
+}
 
-    /// Continues the guest. This passes the point of no return.
-    fn let_go_on(&mut self, generation: &Generation) -> Result<(), Obstacle> {
-        // From here on a new keeper finds the guest in this QEMU, paused.
-        self.context.journal.qemu = Some(generation.identity());
-        self.context.journal.guest = GuestNote::Paused;
-        self.context.must_save_journal().map_err(|error| Obstacle::Keeper(error.into()))?;
-        Parked::consume(&self.context.folders.memory).map_err(|error| Obstacle::Keeper(error.into()))?;
-        drill(ResumePhase::Consume.name());
-        self.disks.admit(&self.context, generation.identity().pid);
-        Ok(generation.run().map_err(Lost::from)?)
-    }
+fn end(generation: &Generation) {
+    generation.process.kill();
+    generation.process.ends_within(END_PATIENCE);
 }

@@ -20,12 +20,10 @@ pub use step::step;
 
 const WAITS_FOR_DUMPS: &str = "a dump is being written; `hearth stop --force` discards the rest of it";
 
-/// Where the machine stands. `G` is the guest and its QEMU, `L` a QEMU that is being started for the next guest.
-#[derive(Default)]
+/// Where the machine stands. `G` is the guest and its QEMU, `L` the start of a guest that is under way.
 pub enum State<G, L> {
     /// The first guest is starting.
-    #[default]
-    Starting,
+    Starting(Starting<L>),
     Running(Running<G>),
     /// A guest has ended; the next one is starting, or waits for its start.
     Recovering(Recovering<L>),
@@ -38,6 +36,26 @@ pub enum State<G, L> {
     Failed {
         guest: Option<G>,
     },
+}
+
+/// What exists only until the first guest runs.
+pub struct Starting<L> {
+    pub launch: Option<Launching<L>>,
+    /// An order to stop that was given meanwhile.
+    pub stop: Option<StopOrder>,
+}
+
+/// A start that is under way.
+pub struct Launching<L> {
+    pub launch: L,
+    /// The guest exists already, in a file or in the QEMU that is being started. It runs before it is stopped.
+    pub holds_guest: bool,
+}
+
+#[derive(Clone, Copy)]
+pub struct StopOrder {
+    pub force: bool,
+    pub given: Instant,
 }
 
 /// Data that exists only while there is a guest.
@@ -90,11 +108,12 @@ pub enum Input<G, L> {
     Runs {
         guest: G,
     },
-    /// The next guest's QEMU is being started.
+    /// The next step of a guest's start is under way. `holds_guest`: the guest must run before it can be stopped.
     Launches {
         launch: L,
+        holds_guest: bool,
     },
-    /// Its start has ended, one way or the other.
+    /// That step has ended, one way or the other.
     Launched,
     /// The next guest cannot be started yet.
     StartFails {
@@ -205,11 +224,11 @@ pub enum Action<G, L> {
     ForgetBlocks,
     /// Start the next guest. Then `Launches` or `StartFails`.
     StartNext,
-    /// Let the guest run whose QEMU was started. Then `Runs`, `Launches` for another try, or `StartFails`.
+    /// Go on with a start whose step has ended. Then `Runs`, `Launches` for the next step or another try, or `StartFails`.
     LetRun {
         launch: L,
     },
-    /// End the QEMU that is being started. `Launched` comes sooner then.
+    /// End the start that is under way. `Launched` comes sooner then.
     EndLaunch,
     /// Put away what is left of a QEMU that was started, or is being started.
     GiveUpLaunch {
@@ -236,11 +255,24 @@ impl<L> Recovering<L> {
     }
 }
 
+impl<L> Default for Starting<L> {
+    fn default() -> Self {
+        Self { launch: None, stop: None }
+    }
+}
+
+impl<G, L> Default for State<G, L> {
+    fn default() -> Self {
+        Self::Starting(Starting::default())
+    }
+}
+
 impl<G, L> State<G, L> {
     /// The state as the API and the events show it.
     pub fn shown(&self) -> MachineState {
         match self {
-            Self::Starting => MachineState::Starting,
+            Self::Starting(Starting { stop: Some(_), .. }) => MachineState::Stopping,
+            Self::Starting(_) => MachineState::Starting,
             Self::Running(running) => running.shown(),
             Self::Recovering(Recovering { order: Some(OrderNote::Stop), .. }) => MachineState::Stopping,
             Self::Recovering(_) => MachineState::Recovering,
@@ -298,6 +330,7 @@ impl<G, L> State<G, L> {
     /// What of it outlasts the state.
     pub fn into_parts(self) -> (Option<G>, Option<L>) {
         match self {
+            Self::Starting(starting) => (None, starting.launch.map(|launching| launching.launch)),
             Self::Running(running) => (Some(running.guest), None),
             Self::Failed { guest } => (guest, None),
             Self::Recovering(recovering) => (None, recovering.launch),
@@ -305,16 +338,31 @@ impl<G, L> State<G, L> {
         }
     }
 
-    /// The QEMU that is being started for the next guest.
+    /// The start of a guest that is under way.
     pub fn launch(&self) -> Option<&L> {
         match self {
+            Self::Starting(starting) => starting.launch.as_ref().map(|launching| &launching.launch),
             Self::Recovering(recovering) => recovering.launch.as_ref(),
             _ => None,
         }
     }
 
+    pub fn launch_mut(&mut self) -> Option<&mut L> {
+        match self {
+            Self::Starting(starting) => starting.launch.as_mut().map(|launching| &mut launching.launch),
+            Self::Recovering(recovering) => recovering.launch.as_mut(),
+            _ => None,
+        }
+    }
+
+    /// No guest of this keeper has run yet.
+    pub fn is_first_start(&self) -> bool {
+        matches!(self, Self::Starting(_))
+    }
+
     pub fn has_order(&self) -> bool {
         match self {
+            Self::Starting(starting) => starting.stop.is_some(),
             Self::Running(running) => running.order.is_some(),
             Self::Recovering(recovering) => recovering.order.is_some(),
             _ => false,

@@ -8,6 +8,7 @@ use hearth_memory::PAGE_BYTES;
 
 use super::gate::MemoryGate;
 use super::nvram::nvram_bytes;
+use super::start::Start;
 use super::{Machine, save};
 use crate::config::{DiskConfig, NetConfig};
 
@@ -20,7 +21,7 @@ impl Machine {
         MachineStatus {
             name: config.name.clone(),
             state: self.state.shown(),
-            state_why: self.state.why().map(str::to_owned),
+            state_why: self.state_why(),
             next_start: self.state.next_start().map(str::to_owned),
             incarnation: self.context.journal.incarnation,
             cause_of_last_end: self.crash_recovery.last_end,
@@ -54,6 +55,11 @@ impl Machine {
             last_recovery: self.recovery(&dumps),
             dumps,
         }
+    }
+
+    fn state_why(&self) -> Option<String> {
+        let first = self.state.launch().filter(|_| self.state.is_first_start());
+        self.state.why().map(str::to_owned).or_else(|| first.map(Start::doing))
     }
 
     /// The last recovery, with the dump of the guest that was recovered from.

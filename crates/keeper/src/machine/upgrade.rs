@@ -49,7 +49,7 @@ impl Machine {
         let (successor, incarnation) = self.rejuvenation.successor.take()?;
         let why = match self.may_hand_over() {
             Ok(living) if living == incarnation => {
-                self.context.outside.occupation.hand_over(&self.context.config.name);
+                self.context.outside.last_answer.hand_over(&self.context.config.name);
                 return Some(successor);
             }
             // The next guest's QEMU is still connecting to its disks.

@@ -6,7 +6,7 @@ use hearth_api::{EndCause, MachineState};
 use hearth_recovery::journal::OrderNote;
 
 use super::super::{DRAIN_PATIENCE, SHUTDOWN_PATIENCE};
-use super::{Action, BackOff, Input, Order, Pause, Recovering, Running, State};
+use super::{Action, BackOff, Input, Launching, Order, Pause, Recovering, Running, Starting, State, StopOrder};
 use crate::config::OnPanic;
 
 type Next<G, L> = (State<G, L>, Vec<Action<G, L>>);
@@ -19,19 +19,66 @@ pub fn step<G, L>(state: State<G, L>, input: Input<G, L>) -> Next<G, L> {
             let give_up_launch = launch.map(|launch| Action::GiveUpLaunch { launch });
             (State::Failed { guest }, give_up_launch.into_iter().chain([Action::GiveUp]).collect())
         }
-        (State::Starting | State::Recovering(Recovering { launch: None, .. }), Input::Runs { guest }) => {
-            (State::Running(Running { guest, cause: None, pause: None, order: None }), vec![])
+        (State::Recovering(Recovering { launch: None, .. }), Input::Runs { guest }) => {
+            (State::Running(Running::of(guest)), vec![])
         }
+        (State::Starting(starting), input) => starting.step(input),
         (State::Running(running), input) => running.step(input),
         (State::Recovering(recovering), input) => recovering.step(input),
         (State::Dumping { told_to_stop }, input) => step_dumping(told_to_stop, input),
-        (state, Input::Launches { launch }) => (state, vec![Action::GiveUpLaunch { launch }]),
+        (state, Input::Launches { launch, .. }) => (state, vec![Action::GiveUpLaunch { launch }]),
         (state, Input::Reboot { .. } | Input::Stop { .. } | Input::Terminate { .. }) => (state, vec![Action::Refuse]),
         (state, _) => (state, vec![]),
     }
 }
 
+impl<L> Starting<L> {
+    fn step<G>(mut self, input: Input<G, L>) -> Next<G, L> {
+        let mut actions = Vec::new();
+        match input {
+            Input::Runs { guest } if self.launch.is_none() => return self.run(guest),
+            Input::Launches { launch, holds_guest } if self.launch.is_none() => {
+                self.launch = Some(Launching { launch, holds_guest });
+            }
+            Input::Launches { launch, .. } => actions.push(Action::GiveUpLaunch { launch }),
+            Input::Launched => return self.go_on(),
+            Input::Stop { force, now } => actions = self.stop(force, now),
+            Input::Terminate { now } => actions = self.stop(self.stop.is_some(), now),
+            Input::Reboot { .. } => actions.push(Action::Refuse),
+            _ => {}
+        }
+        (State::Starting(self), actions)
+    }
+
+    fn stop<G>(&mut self, force: bool, given: Instant) -> Vec<Action<G, L>> {
+        self.stop = Some(StopOrder { force, given });
+        let ends = self.launch.as_ref().is_some_and(|launching| !launching.holds_guest);
+        if ends { vec![Action::EndLaunch] } else { vec![] }
+    }
+
+    fn go_on<G>(mut self) -> Next<G, L> {
+        match self.launch.take() {
+            Some(Launching { launch, holds_guest: false }) if self.stop.is_some() => {
+                let actions = vec![Action::GiveUpLaunch { launch }, Action::WaitForDumps];
+                (State::Dumping { told_to_stop: true }, actions)
+            }
+            Some(Launching { launch, .. }) => (State::Starting(self), vec![Action::LetRun { launch }]),
+            None => (State::Starting(self), vec![]),
+        }
+    }
+
+    fn run<G>(self, guest: G) -> Next<G, L> {
+        let mut running = Running::of(guest);
+        let stop = self.stop.map(|StopOrder { force, given }| running.obey(OrderNote::Stop, force, given));
+        (State::Running(running), stop.unwrap_or_default())
+    }
+}
+
 impl<G> Running<G> {
+    fn of(guest: G) -> Self {
+        Self { guest, cause: None, pause: None, order: None }
+    }
+
     fn step<L>(mut self, input: Input<G, L>) -> Next<G, L> {
         let mut actions = Vec::new();
         match input {
@@ -61,7 +108,7 @@ impl<G> Running<G> {
             Input::Parked { event } => {
                 return (State::Stopped, vec![Action::LeaveParked { guest: self.guest, event }]);
             }
-            Input::Launches { launch } => actions.push(Action::GiveUpLaunch { launch }),
+            Input::Launches { launch, .. } => actions.push(Action::GiveUpLaunch { launch }),
             Input::Runs { .. } | Input::Launched | Input::StartFails { .. } | Input::Buried { .. } => {}
             Input::DumpsOver | Input::Fails => {}
         }
@@ -148,11 +195,11 @@ impl<L> Recovering<L> {
             Input::Reboot { cold, now, .. } => self.obey(OrderNote::Reboot { cold }, now),
             Input::Stop { now, .. } | Input::Terminate { now } => self.obey(OrderNote::Stop, now),
             Input::Buried { back_off } if self.back_off.is_none() => self.follow(back_off),
-            Input::Launches { launch } if self.back_off.is_none() => {
+            Input::Launches { launch, .. } if self.back_off.is_none() => {
                 self.launch = Some(launch);
                 vec![]
             }
-            Input::Launches { launch } => vec![Action::GiveUpLaunch { launch }],
+            Input::Launches { launch, .. } => vec![Action::GiveUpLaunch { launch }],
             Input::StartFails { why, back_off } if self.back_off.is_none() => {
                 let tell = self.waited_for.as_ref() != Some(&back_off.why);
                 let next_start = back_off.next_start.clone();
@@ -180,7 +227,7 @@ impl<L> Recovering<L> {
                 actions.push(Action::EndLaunch);
             }
             Input::Reboot { .. } => actions.push(Action::Refuse),
-            Input::Launches { launch } => actions.push(Action::GiveUpLaunch { launch }),
+            Input::Launches { launch, .. } => actions.push(Action::GiveUpLaunch { launch }),
             _ => {}
         }
         self.launch = Some(launch);
@@ -235,7 +282,9 @@ fn step_dumping<G, L>(told_to_stop: bool, input: Input<G, L>) -> Next<G, L> {
         Input::Terminate { .. } => told_to_stop,
         Input::DumpsOver => return (State::Stopped, vec![Action::CleanUp]),
         Input::Reboot { .. } => return (State::Dumping { told_to_stop }, vec![Action::Refuse]),
-        Input::Launches { launch } => return (State::Dumping { told_to_stop }, vec![Action::GiveUpLaunch { launch }]),
+        Input::Launches { launch, .. } => {
+            return (State::Dumping { told_to_stop }, vec![Action::GiveUpLaunch { launch }]);
+        }
         _ => return (State::Dumping { told_to_stop }, vec![]),
     };
     match force {

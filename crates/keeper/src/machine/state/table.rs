@@ -9,18 +9,48 @@ use std::time::{Duration, Instant};
 use hearth_api::{EndCause, EventKind};
 use hearth_recovery::journal::OrderNote;
 
-use super::{Action, BackOff, Input, Order, Pause, Recovering, Running, State, step};
+use super::{Action, BackOff, Input, Launching, Order, Pause, Recovering, Running, Starting, State, StopOrder, step};
 use crate::config::OnPanic;
 
 const TABLE: &str = "
-    starting, recovering, rebooted, retrying | runs                                                             | running
-    starting, stopped, failed                | orders                                                           | same; refuse
-    starting, stopped, failed                | guest's, recovery's, launched, dumps over, too early, time is up | same
-    starting, stopped, failed                | launches                                                         | same; give up launch
-    stopped, failed                          | runs                                                             | same
+    starting                                                           | launches                                               | starting, launching
+    starting                                                           | launches with a guest                                  | starting, launching with a guest
+    starting                                                           | runs                                                   | running
+    starting                                                           | launched                                               | same
+    starting                                                           | stop, signal                                           | starting, stop
+    starting                                                           | forced stop                                            | starting, forced stop
+    starting, first launch, first resume, first told to end, told to stop resumed | reboot, cold reboot, forced reboot          | same; refuse
+    starting, first launch, first resume, first told to end, told to stop resumed | guest's, recovery's, dumps over, too early, time is up | same
+    first launch, first resume, first told to end, told to stop resumed | runs                                                  | same
+    first launch, first resume, first told to end, told to stop resumed | launches, launches with a guest                       | same; give up launch
+    first launch                                                       | stop, signal                                           | starting, stop, launching; end launch
+    first launch                                                       | forced stop                                            | starting, forced stop, launching; end launch
+    first launch                                                       | launched                                               | starting; let run
+    first resume                                                       | stop, signal                                           | starting, stop, launching with a guest
+    first resume                                                       | forced stop                                            | starting, forced stop, launching with a guest
+    first resume                                                       | launched                                               | starting; let run
+    first told to end                                                  | stop                                                   | starting, stop, launching; end launch
+    first told to end                                                  | forced stop, signal                                    | starting, forced stop, launching; end launch
+    first told to end                                                  | launched                                               | dumping, told to stop; give up launch, wait for dumps
+    told to stop resumed                                               | stop                                                   | starting, stop, launching with a guest
+    told to stop resumed                                               | forced stop, signal                                    | starting, forced stop, launching with a guest
+    told to stop resumed                                               | launched                                               | starting, stop; let run
+    first resumed                                                      | runs                                                   | running, stop within 60 s; press power button, note stop
+    first resumed                                                      | launches                                               | starting, stop, launching
+    first resumed                                                      | launches with a guest                                  | starting, stop, launching with a guest
+    first resumed                                                      | reboot, cold reboot, forced reboot                     | same; refuse
+    first resumed                                                      | stop                                                   | starting, stop
+    first resumed                                                      | forced stop, signal                                    | starting, forced stop
+    first resumed                                                      | launched, guest's, recovery's, dumps over, too early, time is up | same
+
+    recovering, rebooted, retrying | runs                                                             | running
+    stopped, failed                | orders                                                           | same; refuse
+    stopped, failed                | guest's, recovery's, launched, dumps over, too early, time is up | same
+    stopped, failed                | launches, launches with a guest                                  | same; give up launch
+    stopped, failed                | runs                                                             | same
 
     running, ending, paused, rebooting, stopping | launched | same
-    running, ending, paused, rebooting, stopping | launches | same; give up launch
+    running, ending, paused, rebooting, stopping | launches, launches with a guest | same; give up launch
 
     running, ending, paused | runs, recovery's, dumps over, too early, time is up | same
 
@@ -124,8 +154,8 @@ const TABLE: &str = "
     recovering, rebooted, retrying | orders                                     | same; refuse
     recovering, rebooted, retrying | guest's, dumps over, too early, time is up | same
     recovering, rebooted, retrying | launched                                   | same
-    recovering, retrying           | launches                                   | recovering, launching
-    rebooted                       | launches                                   | recovering, reboot, launching
+    recovering, retrying           | launches, launches with a guest | recovering, launching
+    rebooted                       | launches, launches with a guest | recovering, reboot, launching
     recovering                     | buried                                     | recovering; start next
     recovering                     | buried in a loop                           | recovering, until 10 s; tell crash loop
     rebooted                       | buried, buried in a loop                   | recovering; start next
@@ -138,11 +168,11 @@ const TABLE: &str = "
     launching, told to end early | runs, guest's, recovery's, dumps over, too early, time is up | same
     launching, told to end early | reboot, cold reboot, forced reboot                           | same; refuse
     launching, told to end early | stop, forced stop, signal                                    | recovering, stop, launching; end launch
-    launching, told to end early | launches                                                     | same; give up launch
+    launching, told to end early | launches, launches with a guest | same; give up launch
     launching                    | launched                                                     | recovering; let run
     told to end early            | launched                                                     | dumping, told to stop; give up launch, wait for dumps
 
-    waiting, told to start, told to start cold, told to end | launches                        | same; give up launch
+    waiting, told to start, told to start cold, told to end | launches, launches with a guest | same; give up launch
     waiting, told to start, told to start cold, told to end | launched                        | same
     waiting, told to start, told to start cold, told to end | runs                            | running
     waiting, told to start, told to start cold, told to end | guest's, recovery's, dumps over | same
@@ -156,7 +186,7 @@ const TABLE: &str = "
     told to end                                             | too early, time is up           | dumping, told to stop; end back-off, wait for dumps
 
     dumping, dumping to stop | runs, guest's, recovery's, launched, too early, time is up | same
-    dumping, dumping to stop | launches                                         | same; give up launch
+    dumping, dumping to stop | launches, launches with a guest | same; give up launch
     dumping, dumping to stop | reboot, cold reboot, forced reboot               | same; refuse
     dumping, dumping to stop | stop                                             | dumping, told to stop; note stop
     dumping, dumping to stop | forced stop                                      | same; give up dumps
@@ -164,8 +194,8 @@ const TABLE: &str = "
     dumping to stop          | signal                                           | same; give up dumps
     dumping, dumping to stop | dumps over                                       | stopped; clean up
 
-    starting, recovering, rebooted, retrying, waiting, told to start, told to start cold, told to end | fails | failed; give up
-    launching, told to end early                                                                      | fails | failed; give up launch, give up
+    starting, first resumed, recovering, rebooted, retrying, waiting, told to start, told to start cold, told to end | fails | failed; give up
+    first launch, first resume, first told to end, told to stop resumed, launching, told to end early | fails | failed; give up launch, give up
     dumping, dumping to stop, stopped                                                                 | fails | failed; give up
     running, ending, paused, rebooting, stopping                                                      | fails | failed with its guest; give up
     failed                                                                                            | fails | same; give up
@@ -191,6 +221,10 @@ type Launch = ();
 fn states(start: Instant) -> Vec<(&'static str, State<Guest, Launch>)> {
     const REBOOT: OrderNote = OrderNote::Reboot { cold: false };
     let order = |note| Some(Order { note, power_off_at: start + Duration::from_secs(30), asked: true });
+    let launch = |holds_guest| Some(Launching { launch: (), holds_guest });
+    let starting = |launch, stops: bool| {
+        State::Starting(Starting { launch, stop: stops.then_some(StopOrder { force: false, given: start }) })
+    };
     let running = |order, cause| State::Running(Running { guest: (), cause, pause: None, order });
     let pause = Some(Pause { why: None });
     let recovering =
@@ -198,7 +232,12 @@ fn states(start: Instant) -> Vec<(&'static str, State<Guest, Launch>)> {
     let launching = |order| State::Recovering(Recovering { order, back_off: None, launch: Some(()), waited_for: None });
     let waiting = |order, seconds| recovering(order, Some(back_off(start, seconds)), Some(WHY.to_owned()));
     vec![
-        ("starting", State::Starting),
+        ("starting", starting(None, false)),
+        ("first launch", starting(launch(false), false)),
+        ("first resume", starting(launch(true), false)),
+        ("first told to end", starting(launch(false), true)),
+        ("told to stop resumed", starting(launch(true), true)),
+        ("first resumed", starting(None, true)),
         ("running", running(None, None)),
         ("ending", running(None, Some(EndCause::GuestShutdown))),
         ("paused", State::Running(Running { guest: (), cause: None, pause, order: None })),
@@ -235,7 +274,8 @@ fn inputs(now: Instant) -> Vec<(&'static str, Input<Guest, Launch>)> {
     let ended = |rehearses| Input::Ended { how: "exit status 0".to_owned(), rehearses };
     vec![
         ("runs", Input::Runs { guest: () }),
-        ("launches", Input::Launches { launch: () }),
+        ("launches", Input::Launches { launch: (), holds_guest: false }),
+        ("launches with a guest", Input::Launches { launch: (), holds_guest: true }),
         ("launched", Input::Launched),
         ("start fails", Input::StartFails { why: "no memory".to_owned(), back_off: back_off(now, 10) }),
         ("reboot", reboot(false, false)),
@@ -273,7 +313,12 @@ fn describe(state: &State<Guest, Launch>, start: Instant) -> String {
     let seconds = |at: Instant| (at - start).as_secs();
     let mut words = Vec::new();
     match state {
-        State::Starting => words.push("starting".to_owned()),
+        State::Starting(Starting { launch, stop }) => {
+            words.push("starting".to_owned());
+            words.extend(stop.map(|stop| if stop.force { "forced stop" } else { "stop" }.to_owned()));
+            let with = |holds_guest: bool| if holds_guest { " with a guest" } else { "" };
+            words.extend(launch.as_ref().map(|launching| format!("launching{}", with(launching.holds_guest))));
+        }
         State::Running(Running { cause, pause, order, .. }) => {
             words.push(if pause.is_some() { "paused" } else { "running" }.to_owned());
             words.extend(order.map(|Order { note, power_off_at, asked }| {
@@ -395,11 +440,14 @@ fn api_shows_one_word_for_each_state() {
         shown.entry(state.shown().name()).or_default().push(name);
     }
     let expect = [
-        ("starting", "starting"),
+        ("starting", "starting, first launch, first resume"),
         ("running", "running, ending, rebooting"),
         ("paused", "paused"),
         ("recovering", "recovering, rebooted, retrying, launching, waiting, told to start, told to start cold"),
-        ("stopping", "stopping, told to end early, told to end, dumping, dumping to stop"),
+        (
+            "stopping",
+            "first told to end, told to stop resumed, first resumed, stopping, told to end early, told to end, dumping, dumping to stop",
+        ),
         ("stopped", "stopped"),
         ("failed", "failed"),
     ];
