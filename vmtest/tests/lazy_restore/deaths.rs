@@ -108,7 +108,7 @@ fn keeper_stops_while_it_loads_all_memory() -> Result<()> {
 
 #[test]
 fn keeper_refuses_another_snapshot_in_its_place() -> Result<()> {
-    let vm = TestVm::busybox("exchanged").boot()?;
+    let vm = TestVm::busybox("exchanged").running()?;
     let nonce = vm.nonce()?;
     let [snapshot, other, away] = ["snapshot", "other", "away"].map(|name| vm.folder().join(name));
     fill(&vm, 64)?;

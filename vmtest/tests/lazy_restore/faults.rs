@@ -12,7 +12,7 @@ use super::{comes_whole, fill, verify};
 
 /// A machine with 64 MiB of known memory that was saved and stopped, its nonce, and its snapshot.
 pub fn saved(name: &str) -> Result<(TestVm, String, PathBuf)> {
-    let vm = TestVm::busybox(name).boot()?;
+    let vm = TestVm::busybox(name).running()?;
     let (nonce, snapshot) = (vm.nonce()?, vm.folder().join("snapshot"));
     fill(&vm, 64)?;
     vm.save(&snapshot)?;

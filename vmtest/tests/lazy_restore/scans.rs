@@ -100,7 +100,7 @@ fn cancelled_scan_leaves_guest_unchanged_and_no_files() -> Result<()> {
 
 #[test]
 fn guest_that_dies_in_a_scan_reboots() -> Result<()> {
-    let vm = TestVm::busybox("scandeath").boot()?;
+    let vm = TestVm::busybox("scandeath").running()?;
     let folder = vm.folder().join("snapshot");
     begin_scan(&vm, &folder)?;
     vm.kill_qemu()?;
@@ -112,7 +112,7 @@ fn guest_that_dies_in_a_scan_reboots() -> Result<()> {
 
 #[test]
 fn next_keeper_scans_after_one_dies_scanning() -> Result<()> {
-    let vm = TestVm::busybox("scankill").boot()?;
+    let vm = TestVm::busybox("scankill").running()?;
     let nonce = vm.nonce()?;
     start_reader(&vm)?;
     begin_scan(&vm, &vm.folder().join("snapshot"))?;
