@@ -1,4 +1,4 @@
-//! What all benches share: their list, their options, and what is written and shown at the end.
+//! The part that all benches share: their list, their options, and the output at the end.
 
 use std::error::Error;
 use std::path::{Path, PathBuf};
