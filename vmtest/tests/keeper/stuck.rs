@@ -11,9 +11,9 @@ use super::{last_sequence, memory_files, signal, take_over};
 /// Exit code of a keeper that its watchdog has ended (docs/trouble.md).
 const ENDED_BY_WATCHDOG: i32 = 70;
 
-/// A booted machine whose keeper's watchdog is so much hastier.
+/// A running machine whose keeper's watchdog is so much hastier.
 fn watched(name: &str, haste: &str) -> Result<TestVm> {
-    let vm = TestVm::busybox(name).disk(Disk::empty(16)).boot()?;
+    let vm = TestVm::busybox(name).disk(Disk::empty(16)).running()?;
     vm.restart_keeper_with(&[("HEARTH_DRILL_HASTE", haste)])?;
     vm.wait_running()?;
     vm.await_console()?;

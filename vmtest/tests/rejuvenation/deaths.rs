@@ -36,7 +36,7 @@ fn check(vm: &TestVm, drill: &str, expect: Owner) -> Result<()> {
 
 #[test]
 fn next_keeper_finds_guest_after_any_phase() -> Result<()> {
-    let vm = TestVm::busybox("deaths").disk(Disk::empty(16)).boot()?;
+    let vm = TestVm::busybox("deaths").disk(Disk::empty(16)).running()?;
     for phase in Phase::ALL {
         check(&vm, phase.name(), owner_after(phase))?;
     }

@@ -181,7 +181,7 @@ fn unusable_keeper_program_leaves_machine_unchanged() -> Result<()> {
         write_program(&path, &format!("#!/bin/sh\n{script}\n"));
         path
     };
-    let vm = TestVm::busybox("kept").disk(Disk::empty(16)).boot()?;
+    let vm = TestVm::busybox("kept").disk(Disk::empty(16)).running()?;
     check(&vm, Path::new("/nowhere/hearth"), "program /nowhere/hearth does not exist")?;
     check(&vm, &program("other", "echo fine"), "is not hearth: it answers \"fine\"")?;
     check(&vm, &program("older", "echo journal: version 1, I know 0 >&2; exit 1"), "journal: version 1, I know 0")?;
@@ -198,15 +198,15 @@ fn unusable_keeper_program_leaves_machine_unchanged() -> Result<()> {
 /// A guest's program and kernel may be removed while it runs, with a package or an unmounted file system.
 #[test]
 fn keeper_takes_over_without_program_and_kernel() -> Result<()> {
-    let vm = TestVm::busybox("bereft").disk(Disk::empty(16)).boot()?;
+    let vm = TestVm::busybox("bereft").disk(Disk::empty(16)).running()?;
     let before = identity(&vm)?;
-    let file = vm.folder().join("machine.toml");
-    let text = std::fs::read_to_string(&file).expect("its configuration");
+    let file = vm.config_file();
+    let text = std::fs::read_to_string(file).expect("its configuration");
     let mut bereft: toml::Table = text.parse().expect("it is TOML");
     bereft.insert("qemu".into(), "/nowhere/qemu".into());
     let boot = bereft["boot"].as_table_mut().expect("it boots a kernel");
     boot.insert("kernel".into(), "/nowhere/vmlinuz".into());
-    std::fs::write(&file, bereft.to_string()).expect("it is written");
+    std::fs::write(file, bereft.to_string()).expect("it is written");
     vm.restart_keeper()?;
     let after = identity(&vm)?;
     assert_eq!((&after.nonce, &after.qemu), (&before.nonce, &before.qemu));
@@ -216,7 +216,7 @@ fn keeper_takes_over_without_program_and_kernel() -> Result<()> {
     assert_eq!(identity(&vm)?, after);
     let hop = vm.cli_output(&["rejuvenate", vm.name()])?;
     assert!(hop.status == 1 && hop.text().contains("/nowhere/qemu: there is no such program"), "{}", hop.text());
-    std::fs::write(&file, text).expect("it is written");
+    std::fs::write(file, text).expect("it is written");
     vm.restart_keeper()?;
     assert_eq!(identity(&vm)?.nonce, before.nonce);
     vm.rejuvenate()
@@ -224,7 +224,7 @@ fn keeper_takes_over_without_program_and_kernel() -> Result<()> {
 
 #[test]
 fn guest_that_dies_during_upgrade_reboots_warm() -> Result<()> {
-    let vm = TestVm::busybox("between").disk(Disk::empty(16)).boot()?;
+    let vm = TestVm::busybox("between").disk(Disk::empty(16)).running()?;
     let folder = tempfile::tempdir().expect("a folder");
     let program = folder.path().join("hearth");
     let hearth = artifacts::hearth()?;
