@@ -31,7 +31,7 @@ pub use request::{
     Accepted, CrashMethod, CrashRequest, DiskSize, FreezeRequest, ParkRequest, RebootRequest, RejuvenateRequest,
     ResizeRequest, SaveCancel, SaveRequest, SaveThen, ScanRequest, StopRequest, UpgradeRequest,
 };
-pub use routes::{Body, Call, Method, Mismatch, Parameter, ROUTES, Resource, Route, RouteId};
+pub use routes::{Body, Call, Method, Mismatch, Order, OrderId, Parameter, ROUTES, Resource, Route, RouteId};
 pub use status::{
     AdmissionStatus, ArrivalStatus, DiskStatus, EmberMode, EmberStatus, EndCause, Explanation, FrozenStatus,
     KeeperStatus, MachineState, MachineStatus, MemoryStatus, NetStatus, NvramDevice, NvramStatus, PendingChange,

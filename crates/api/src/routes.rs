@@ -1,4 +1,5 @@
-//! The table of routes. One row defines the route's id, its documentation, and the client's call.
+//! The table of routes. One row defines the route's id, its documentation, the client's call, and the order that the server
+//! passes on.
 //!
 //! A path is matched segment by segment; `{name}` matches one segment. Twenty routes need no router crate.
 
@@ -147,158 +148,212 @@ macro_rules! call {
     ($($other:tt)*) => {};
 }
 
-/// The table of routes: `Id: Method "path" (request) -> (answer) { what else there is to say }`.
+/// The table of routes.
+///
+/// `answered`: `Id: Method "path" (request) -> (answer) { what else there is to say }`.
+/// `accepted`: `Id: "path" (request) { what else there is to say }`, requests that the keeper accepts and then works on.
 macro_rules! routes {
-    ($($id:ident: $method:ident $path:literal ($($request:ident)?) -> ($($answer:tt)*) {
-        $($field:ident: $value:expr,)*
-    })*) => {
-        /// Id of each route. The server answers through one `match` over these.
+    (
+        answered {
+            $($id:ident: $method:ident $path:literal ($($request:ident)?) -> ($($answer:tt)*) {
+                $($field:ident: $value:expr,)*
+            })*
+        }
+        accepted {
+            $($order:ident: $order_path:literal ($order_request:ident) {
+                $($order_field:ident: $order_value:expr,)*
+            })*
+        }
+    ) => {
+        /// Id of each route.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
         pub enum RouteId {
-            $(#[doc = concat!("`", $path, "`")] $id),*
+            $(#[doc = concat!("`", $path, "`")] $id,)*
+            /// The route of an order.
+            Order(OrderId),
+        }
+
+        /// Id of each order.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+        pub enum OrderId {
+            $(#[doc = concat!("`", $order_path, "`")] $order,)*
         }
 
         /// All routes, in the order of the page.
-        pub static ROUTES: &[Route] = &[$(Route {
-            request: request_body!($($request)?),
-            response: response_body!($($answer)*),
-            $($field: $value,)*
-            ..Route::new(RouteId::$id, Method::$method, $path)
-        }),*];
+        pub static ROUTES: &[Route] = &[
+            $(Route {
+                request: request_body!($($request)?),
+                response: response_body!($($answer)*),
+                $($field: $value,)*
+                ..Route::new(RouteId::$id, Method::$method, $path)
+            },)*
+            $(Route {
+                request: request_body!($order_request),
+                response: response_body!(Accepted),
+                $($order_field: $order_value,)*
+                ..Route::new(RouteId::Order(OrderId::$order), Method::Post, $order_path)
+            },)*
+        ];
+
+        /// A request that the keeper accepts and then works on. Events report its progress.
+        #[derive(Clone, Debug, PartialEq, Eq)]
+        pub enum Order {
+            $(#[doc = concat!("`", $order_path, "`")] $order($order_request),)*
+        }
+
+        impl Order {
+            /// The order with this body, in JSON.
+            ///
+            /// # Errors
+            /// The body is not the route's request.
+            pub fn parse(id: OrderId, body: &[u8]) -> serde_json::Result<Self> {
+                Ok(match id {
+                    $(OrderId::$order => Self::$order(serde_json::from_slice(body)?),)*
+                })
+            }
+        }
 
         $(call!($id ($($request)?) ($($answer)*));)*
+        $(impl Call for $order_request {
+            type Answer = Accepted;
+            const ROUTE: RouteId = RouteId::Order(OrderId::$order);
+        })*
     };
 }
 
 routes! {
-    Status: Get "/v1/status" () -> (MachineStatus) {
-        summary: "Show the machine's state",
-        cli: "hearth status NAME",
+    answered {
+        Status: Get "/v1/status" () -> (MachineStatus) {
+            summary: "Show the machine's state",
+            cli: "hearth status NAME",
+        }
+        Age: Get "/v1/age" () -> (Age) {
+            summary: "Show QEMU's age and whether it should be replaced",
+            cli: "hearth age NAME",
+            errors: &[WrongState],
+        }
+        RemountPlan: Get "/v1/remount-plan" () -> (RemountPlan) {
+            summary: "Show what the next boot will read, what memory holds, and how the last boot went",
+            cli: "hearth remount-plan NAME",
+            errors: &[WrongState],
+        }
+        Events: Get "/v1/events" () -> ([EventRecord]) {
+            summary: "Show the machine's events",
+            details: "A JSON list, oldest first. With `follow=1`, or with `Accept: text/event-stream`, the answer is an \
+             endless stream of server-sent events: `id` is the sequence number, `event` the kind, `data` the record. A \
+             comment line every 15 seconds keeps it alive. A reader that is too slow gets a `gap` record with the number \
+             of missed events. `Last-Event-ID` works like `since`.",
+            parameters: &[
+                Parameter { name: "since", in_path: false, meaning: "only events with a greater sequence number" },
+                Parameter { name: "follow", in_path: false, meaning: "1: stream instead of list" },
+            ],
+            cli: "hearth events NAME [--follow]",
+        }
+        Explain: Get "/v1/explain" () -> (Explanation) {
+            summary: "Show the phases of the last recovery",
+            cli: "hearth explain NAME",
+        }
+        Resize: Post "/v1/disks/{name}/resize" (ResizeRequest) -> (DiskSize) {
+            summary: "Tell the guest that a disk's image was resized",
+            details: "Resize the image first, for example with `truncate`.",
+            parameters: &[Parameter { name: "name", in_path: true, meaning: "name of the disk" }],
+            cli: "hearth resize NAME DISK",
+            errors: &[NoSuchDisk, WrongState],
+        }
+        Config: Get "/v1/config" () -> (object "the configuration in the keeper's own form, with sizes in bytes and absolute paths; not a machine.toml") {
+            summary: "Show the configuration with all defaults filled in",
+            cli: "hearth config NAME",
+        }
+        Metrics: Get "/metrics" () -> (text "text/plain; version=0.0.4") {
+            summary: "Show metrics in Prometheus' text format",
+            details: "metrics.md lists all metrics.",
+        }
     }
-    Reboot: Post "/v1/reboot" (RebootRequest) -> (Accepted) {
-        summary: "Reboot the guest into a new incarnation",
-        details: "The reboot is warm unless `cold` is true. The guest gets an ACPI power-button event and has a minute \
-         to shut down. With `force` its power is cut instead.",
-        cli: "hearth reboot NAME [--cold] [--force]",
-        errors: &[WrongState],
-    }
-    Stop: Post "/v1/stop" (StopRequest) -> (Accepted) {
-        summary: "Power the machine off and end its keeper",
-        details: "The guest gets an ACPI power-button event and has a minute to shut down. With `force` QEMU ends at \
-         once. Its memory is not kept.",
-        cli: "hearth stop NAME [--force]",
-        errors: &[WrongState],
-    }
-    Crash: Post "/v1/crash" (CrashRequest) -> (Accepted) {
-        summary: "Make the guest's kernel panic, for drills",
-        details: "The guest must be prepared for it: see the field `method`.",
-        cli: "hearth crash NAME",
-        errors: &[WrongState],
-    }
-    Dump: Post "/v1/dump" (DumpRequest) -> (Accepted) {
-        summary: "Dump the memory of a running or paused guest",
-        details: "The guest keeps running unless `pause` is true. The events, and `dumps` of the status, show \
-         progress.",
-        cli: "hearth dump NAME [--pause] [--level N] [--format F] [--compress C] [-o FILE]",
-        errors: &[WrongState],
-    }
-    DumpResume: Post "/v1/dump/resume" (DumpResume) -> (Accepted) {
-        summary: "Resume a waiting dump",
-        details: "First remove the reason for its wait, for example by freeing disk space.",
-        cli: "hearth dump NAME --resume",
-        errors: &[WrongState],
-    }
-    DumpDiscard: Post "/v1/dump/discard" (DumpDiscard) -> (Accepted) {
-        summary: "Discard what dumps have not written yet, and release its memory",
-        details: "The files stay, marked incomplete, and can be read as far as they go.",
-        cli: "hearth dump NAME --discard",
-        errors: &[WrongState],
-    }
-    Rejuvenate: Post "/v1/rejuvenate" (RejuvenateRequest) -> (Accepted) {
-        summary: "Replace QEMU under the running guest",
-        details: "The guest pauses for some milliseconds. The event `rejuvenated` reports success. \
-         `rejuvenation_failed` means that the guest continues on the old QEMU, and says why.",
-        cli: "hearth rejuvenate NAME [--qemu PATH]",
-        errors: &[WrongState, NotPossible],
-    }
-    UpgradeKeeper: Post "/v1/upgrade-keeper" (UpgradeRequest) -> (Accepted) {
-        summary: "Replace the machine's keeper with another program",
-        details: "The guest keeps running; its disks pause for about a second. If the new program cannot take over the \
-         machine, nothing happens. Otherwise this keeper becomes the new one in the same process, and the API is \
-         unavailable for a moment. `keeper_took_over` reports success. `keeper_upgrade_failed` means that the old \
-         program continues, and says why.",
-        cli: "hearth upgrade-keeper NAME [--program PATH]",
-        errors: &[WrongState, Failed],
-    }
-    Park: Post "/v1/park" (ParkRequest) -> (Accepted) {
-        summary: "Park the guest: leave it in memory, and end QEMU and keeper",
-        details: "`parked` reports success, and the API ends. `park_failed` means that the guest continues, and says \
-         why. The next keeper, perhaps under another host kernel, resumes the guest. With `check` nothing happens; an \
-         error says why the guest cannot be parked now.",
-        cli: "hearth host-reload prepare",
-        errors: &[WrongState, NotPossible, Failed],
-    }
-    Age: Get "/v1/age" () -> (Age) {
-        summary: "Show QEMU's age and whether it should be replaced",
-        cli: "hearth age NAME",
-        errors: &[WrongState],
-    }
-    Save: Post "/v1/save" (SaveRequest) -> (Accepted) {
-        summary: "Save the guest, its memory and its disks to a folder",
-        details: "The guest keeps running and pauses only for the moment that is saved. The events, and `save` of the \
-         status, show progress. `saved` means that the folder can be restored. `save_failed` means that there is no \
-         folder, and says why. The guest continues, unless the save succeeds and `then` is `stop`.",
-        cli: "hearth save NAME -o FOLDER [--stop] [--compress] [--dedup-disk] [--scan [PERIOD,ROUNDS]] [--freeze [PATIENCE]]",
-        errors: &[WrongState, Failed],
-    }
-    SaveCancel: Post "/v1/save/cancel" (SaveCancel) -> (Accepted) {
-        summary: "Cancel the running save",
-        details: "The save's folder is removed, and the guest continues.",
-        cli: "hearth save NAME --cancel",
-        errors: &[WrongState],
-    }
-    Ready: Post "/v1/ready" (ReadyRequest) -> (Accepted) {
-        summary: "Mark the machine's boot as finished",
-        details: "For scripts. The blocks that the machine has read from its disks since its reset stay in memory for \
-         its next boot. Repeating the request changes nothing.",
-        cli: "hearth ready NAME",
-        errors: &[WrongState],
-    }
-    RemountPlan: Get "/v1/remount-plan" () -> (RemountPlan) {
-        summary: "Show what the next boot will read, what memory holds, and how the last boot went",
-        cli: "hearth remount-plan NAME",
-        errors: &[WrongState],
-    }
-    Events: Get "/v1/events" () -> ([EventRecord]) {
-        summary: "Show the machine's events",
-        details: "A JSON list, oldest first. With `follow=1`, or with `Accept: text/event-stream`, the answer is an \
-         endless stream of server-sent events: `id` is the sequence number, `event` the kind, `data` the record. A \
-         comment line every 15 seconds keeps it alive. A reader that is too slow gets a `gap` record with the number \
-         of missed events. `Last-Event-ID` works like `since`.",
-        parameters: &[
-            Parameter { name: "since", in_path: false, meaning: "only events with a greater sequence number" },
-            Parameter { name: "follow", in_path: false, meaning: "1: stream instead of list" },
-        ],
-        cli: "hearth events NAME [--follow]",
-    }
-    Explain: Get "/v1/explain" () -> (Explanation) {
-        summary: "Show the phases of the last recovery",
-        cli: "hearth explain NAME",
-    }
-    Resize: Post "/v1/disks/{name}/resize" (ResizeRequest) -> (DiskSize) {
-        summary: "Tell the guest that a disk's image was resized",
-        details: "Resize the image first, for example with `truncate`.",
-        parameters: &[Parameter { name: "name", in_path: true, meaning: "name of the disk" }],
-        cli: "hearth resize NAME DISK",
-        errors: &[NoSuchDisk, WrongState],
-    }
-    Config: Get "/v1/config" () -> (object "the configuration in the keeper's own form, with sizes in bytes and absolute paths; not a machine.toml") {
-        summary: "Show the configuration with all defaults filled in",
-        cli: "hearth config NAME",
-    }
-    Metrics: Get "/metrics" () -> (text "text/plain; version=0.0.4") {
-        summary: "Show metrics in Prometheus' text format",
-        details: "metrics.md lists all metrics.",
+    accepted {
+        Reboot: "/v1/reboot" (RebootRequest) {
+            summary: "Reboot the guest into a new incarnation",
+            details: "The reboot is warm unless `cold` is true. The guest gets an ACPI power-button event and has a minute \
+             to shut down. With `force` its power is cut instead.",
+            cli: "hearth reboot NAME [--cold] [--force]",
+            errors: &[WrongState],
+        }
+        Stop: "/v1/stop" (StopRequest) {
+            summary: "Power the machine off and end its keeper",
+            details: "The guest gets an ACPI power-button event and has a minute to shut down. With `force` QEMU ends at \
+             once. Its memory is not kept.",
+            cli: "hearth stop NAME [--force]",
+            errors: &[WrongState],
+        }
+        Crash: "/v1/crash" (CrashRequest) {
+            summary: "Make the guest's kernel panic, for drills",
+            details: "The guest must be prepared for it: see the field `method`.",
+            cli: "hearth crash NAME",
+            errors: &[WrongState],
+        }
+        Dump: "/v1/dump" (DumpRequest) {
+            summary: "Dump the memory of a running or paused guest",
+            details: "The guest keeps running unless `pause` is true. The events, and `dumps` of the status, show \
+             progress.",
+            cli: "hearth dump NAME [--pause] [--level N] [--format F] [--compress C] [-o FILE]",
+            errors: &[WrongState],
+        }
+        DumpResume: "/v1/dump/resume" (DumpResume) {
+            summary: "Resume a waiting dump",
+            details: "First remove the reason for its wait, for example by freeing disk space.",
+            cli: "hearth dump NAME --resume",
+            errors: &[WrongState],
+        }
+        DumpDiscard: "/v1/dump/discard" (DumpDiscard) {
+            summary: "Discard what dumps have not written yet, and release its memory",
+            details: "The files stay, marked incomplete, and can be read as far as they go.",
+            cli: "hearth dump NAME --discard",
+            errors: &[WrongState],
+        }
+        Rejuvenate: "/v1/rejuvenate" (RejuvenateRequest) {
+            summary: "Replace QEMU under the running guest",
+            details: "The guest pauses for some milliseconds. The event `rejuvenated` reports success. \
+             `rejuvenation_failed` means that the guest continues on the old QEMU, and says why.",
+            cli: "hearth rejuvenate NAME [--qemu PATH]",
+            errors: &[WrongState, NotPossible],
+        }
+        UpgradeKeeper: "/v1/upgrade-keeper" (UpgradeRequest) {
+            summary: "Replace the machine's keeper with another program",
+            details: "The guest keeps running; its disks pause for about a second. If the new program cannot take over the \
+             machine, nothing happens. Otherwise this keeper becomes the new one in the same process, and the API is \
+             unavailable for a moment. `keeper_took_over` reports success. `keeper_upgrade_failed` means that the old \
+             program continues, and says why.",
+            cli: "hearth upgrade-keeper NAME [--program PATH]",
+            errors: &[WrongState, Failed],
+        }
+        Park: "/v1/park" (ParkRequest) {
+            summary: "Park the guest: leave it in memory, and end QEMU and keeper",
+            details: "`parked` reports success, and the API ends. `park_failed` means that the guest continues, and says \
+             why. The next keeper, perhaps under another host kernel, resumes the guest. With `check` nothing happens; an \
+             error says why the guest cannot be parked now.",
+            cli: "hearth host-reload prepare",
+            errors: &[WrongState, NotPossible, Failed],
+        }
+        Save: "/v1/save" (SaveRequest) {
+            summary: "Save the guest, its memory and its disks to a folder",
+            details: "The guest keeps running and pauses only for the moment that is saved. The events, and `save` of the \
+             status, show progress. `saved` means that the folder can be restored. `save_failed` means that there is no \
+             folder, and says why. The guest continues, unless the save succeeds and `then` is `stop`.",
+            cli: "hearth save NAME -o FOLDER [--stop] [--compress] [--dedup-disk] [--scan [PERIOD,ROUNDS]] [--freeze [PATIENCE]]",
+            errors: &[WrongState, Failed],
+        }
+        SaveCancel: "/v1/save/cancel" (SaveCancel) {
+            summary: "Cancel the running save",
+            details: "The save's folder is removed, and the guest continues.",
+            cli: "hearth save NAME --cancel",
+            errors: &[WrongState],
+        }
+        Ready: "/v1/ready" (ReadyRequest) {
+            summary: "Mark the machine's boot as finished",
+            details: "For scripts. The blocks that the machine has read from its disks since its reset stay in memory for \
+             its next boot. Repeating the request changes nothing.",
+            cli: "hearth ready NAME",
+            errors: &[WrongState],
+        }
     }
 }
 

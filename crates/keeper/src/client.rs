@@ -226,8 +226,8 @@ mod tests {
     use std::path::Path;
 
     use hearth_api::{
-        Accepted, Age, CrashRequest, ErrorWord, EventKind, Explanation, ReadyRequest, RebootRequest, RemountPlan,
-        StopRequest,
+        Accepted, Age, CrashRequest, ErrorWord, EventKind, Explanation, Order, ReadyRequest, RebootRequest,
+        RemountPlan, StopRequest,
     };
     use serde_json::json;
 
@@ -242,16 +242,9 @@ mod tests {
         let control = Control::new(|command, reply| {
             let answer = match command {
                 Command::Status => Ok(Answer::Status(Box::new(sample::status()))),
-                Command::Reboot(_) | Command::Crash(_) | Command::Dump(_) | Command::Rejuvenate(_) => {
-                    Ok(Answer::Accepted)
-                }
-                Command::ResumeDump | Command::DiscardDump | Command::Save(_) | Command::CancelSave => {
-                    Ok(Answer::Accepted)
-                }
-                Command::UpgradeKeeper(_) | Command::Park(_) => Ok(Answer::Accepted),
-                Command::Stop(_) => Err(ApiError::new(ErrorWord::WrongState, "web is stopping already")),
+                Command::Order(Order::Stop(_)) => Err(ApiError::new(ErrorWord::WrongState, "web is stopping already")),
+                Command::Order(_) => Ok(Answer::Accepted),
                 Command::Age => Ok(Answer::Age(Box::new(sample::signs()))),
-                Command::Ready => Ok(Answer::Accepted),
                 Command::RemountPlan => Ok(Answer::RemountPlan(Box::new(sample::remount_plan()))),
                 Command::Resize { disk } => Ok(Answer::Resized(DiskSize { disk, bytes: 7 })),
             };

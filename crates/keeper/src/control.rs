@@ -6,10 +6,7 @@ use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use hearth_api::{
-    ApiError, CrashRequest, DiskSize, DumpRequest, ErrorWord, MachineStatus, ParkRequest, RebootRequest,
-    RejuvenateRequest, RemountPlan, SaveRequest, StopRequest, UpgradeRequest,
-};
+use hearth_api::{ApiError, DiskSize, ErrorWord, MachineStatus, Order, RemountPlan};
 
 use crate::age::Signs;
 
@@ -20,28 +17,13 @@ const PATIENCE: Duration = Duration::from_secs(30);
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Command {
     Status,
-    Reboot(RebootRequest),
-    Stop(StopRequest),
-    Crash(CrashRequest),
-    /// Dump the memory of a living guest.
-    Dump(DumpRequest),
-    /// Resume a waiting dump.
-    ResumeDump,
-    /// Discard what all dumps have not written yet.
-    DiscardDump,
-    Rejuvenate(RejuvenateRequest),
-    Park(ParkRequest),
-    /// Replace the keeper with another program.
-    UpgradeKeeper(UpgradeRequest),
     Age,
-    Save(SaveRequest),
-    CancelSave,
-    Ready,
     RemountPlan,
     /// Read this disk's image size again.
     Resize {
         disk: String,
     },
+    Order(Order),
 }
 
 /// The loop's answer to a command.
@@ -132,6 +114,8 @@ impl Control {
 mod tests {
     use std::sync::Mutex;
 
+    use hearth_api::ReadyRequest;
+
     use super::*;
 
     #[test]
@@ -152,7 +136,7 @@ mod tests {
             hands_over.hand_over("web");
             drop(reply);
         });
-        let refused = control.or_last(last_answer).ask(Command::Ready).unwrap_err();
+        let refused = control.or_last(last_answer).ask(Command::Order(Order::Ready(ReadyRequest {}))).unwrap_err();
         assert_eq!(refused.error, ErrorWord::KeeperReplaced);
     }
 }

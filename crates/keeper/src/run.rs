@@ -8,7 +8,7 @@ use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use hearth_api::EventKind;
+use hearth_api::{EventKind, Order};
 use hearth_qemu::{Accelerator, AcceleratorChoice, Binary, BinaryError, accelerator};
 use hearth_recovery::journal::QemuIdentity;
 use rustix::fs::Mode;
@@ -218,7 +218,7 @@ fn choice_of(living: &QemuIdentity) -> AcceleratorChoice {
 
 fn control(tell: Sender<Event>, last_answer: LastAnswer, watchdog: Watchdog) -> Control {
     let control = Control::new(move |command, answer| {
-        if let Command::Stop(request) = &command {
+        if let Command::Order(Order::Stop(request)) = &command {
             watchdog.ordered_to_stop(request.force);
         }
         // A loop that has ended drops the command, and the client gets an error.

@@ -3,7 +3,9 @@
 use std::path::Path;
 
 use clap::CommandFactory;
-use hearth_api::{ApiError, DiskSize, EndCause, ErrorWord, EventKind, MachineState, RejuvenateRequest, UpgradeRequest};
+use hearth_api::{
+    ApiError, DiskSize, EndCause, ErrorWord, EventKind, MachineState, Order, RejuvenateRequest, UpgradeRequest,
+};
 use hearth_recovery::journal::{GuestNote, Journal, QemuIdentity};
 use tempfile::TempDir;
 
@@ -28,7 +30,7 @@ fn fixture() -> Fixture {
     events.set_incarnation(2);
     let control = Control::new({
         let events = events.clone();
-        move |command, reply| reply.send(obey(&command, &events)).unwrap()
+        move |command, reply| reply.send(answer(&command, &events)).unwrap()
     });
     let context = http::Context {
         control,
@@ -39,61 +41,76 @@ fn fixture() -> Fixture {
     Fixture { folder, events, server: Some(server) }
 }
 
-/// Does at once what a machine would do over time.
-fn obey(command: &Command, events: &EventLog) -> Result<Answer, ApiError> {
-    let entered = |from, to| events.record(EventKind::StateChanged { from, to });
+fn answer(command: &Command, events: &EventLog) -> Result<Answer, ApiError> {
     match command {
-        Command::Status => return Ok(Answer::Status(Box::new(sample::status()))),
-        Command::Age => return Ok(Answer::Age(Box::new(sample::signs()))),
-        Command::RemountPlan => return Ok(Answer::RemountPlan(Box::new(sample::remount_plan()))),
-        Command::Ready => {}
-        Command::Reboot(request) => {
+        Command::Status => Ok(Answer::Status(Box::new(sample::status()))),
+        Command::Age => Ok(Answer::Age(Box::new(sample::signs()))),
+        Command::RemountPlan => Ok(Answer::RemountPlan(Box::new(sample::remount_plan()))),
+        Command::Resize { disk } if disk == "root" => {
+            Ok(Answer::Resized(DiskSize { disk: disk.clone(), bytes: 3 << 30 }))
+        }
+        Command::Resize { disk } => {
+            Err(ApiError::new(ErrorWord::NoSuchDisk, format!("web has no disk {disk}")).hint("its disks are: root"))
+        }
+        Command::Order(order) => {
+            carry_out(order, events);
+            Ok(Answer::Accepted)
+        }
+    }
+}
+
+/// Does at once what a machine would do over time.
+fn carry_out(order: &Order, events: &EventLog) {
+    let entered = |from, to| events.record(EventKind::StateChanged { from, to });
+    match order {
+        Order::Ready(_) => {}
+        Order::Reboot(request) => {
             events.record(EventKind::IncarnationEnded { cause: EndCause::OperatorReboot });
             events.set_incarnation(3);
             events.record(EventKind::IncarnationStarted { generation: 3, warm: !request.cold });
         }
         // Its keeper dies.
-        Command::Stop(request) if request.force => events.close(),
-        Command::Stop(_) => {
+        Order::Stop(request) if request.force => events.close(),
+        Order::Stop(_) => {
             entered(MachineState::Running, MachineState::Stopping);
             entered(MachineState::Stopping, MachineState::Stopped);
         }
-        Command::Dump(request) if request.pause => {
+        Order::Dump(request) if request.pause => {
             events.record(EventKind::DumpWaits { file: "/d.incomplete".into(), why: "the disk is full".into() });
         }
-        Command::Dump(_) | Command::ResumeDump => {
+        Order::Dump(_) | Order::DumpResume(_) => {
             let file = "/d".to_owned();
             events.record(EventKind::DumpComplete { file, pages: 1, bytes: 1 << 20, duration_ms: 5.0 });
         }
-        Command::DiscardDump => {
+        Order::DumpDiscard(_) => {
             events.record(EventKind::DumpIncomplete { file: "/d.incomplete".into(), why: "it was given up".into() });
         }
-        Command::Crash(_) => {
+        Order::Crash(_) => {
             entered(MachineState::Running, MachineState::Failed);
         }
-        Command::Rejuvenate(RejuvenateRequest { qemu: None }) => {
+        Order::Rejuvenate(RejuvenateRequest { qemu: None }) => {
             let (from_version, version) = ("7.2.0".to_owned(), "10.0.2".to_owned());
             events.record(EventKind::Rejuvenated { generation: 3, from_version, version, pause_ms: 3.2 });
         }
-        Command::Rejuvenate(_) => {
+        Order::Rejuvenate(_) => {
             let (phase, why) = ("launch".to_owned(), "there is no such program".to_owned());
             events.record(EventKind::RejuvenationFailed { phase, why, guest_lost: false });
         }
-        Command::UpgradeKeeper(UpgradeRequest { program: None }) => {
+        Order::UpgradeKeeper(UpgradeRequest { program: None }) => {
             let (program, version) = ("/usr/bin/hearth".to_owned(), "0.2.0".to_owned());
             events.record(EventKind::KeeperHandsOver { program, version });
             events.record(EventKind::KeeperTookOver { qemu_pid: 4712, generation: 2 });
         }
-        Command::Park(_) => {
+        Order::Park(_) => {
             events.record(EventKind::ParkFailed { phase: "hold".into(), why: "QEMU hangs".into() });
         }
-        Command::UpgradeKeeper(_) => {
+        Order::UpgradeKeeper(_) => {
             events.record(EventKind::KeeperUpgradeFailed { why: "it cannot be started".into() });
         }
-        Command::Save(request) if request.compress => {
+        Order::Save(request) if request.compress => {
             events.record(EventKind::SaveFailed { folder: "/s".into(), why: "the disk is full".into() });
         }
-        Command::Save(_) => {
+        Order::Save(_) => {
             events.record(EventKind::Saved {
                 folder: "/s".into(),
                 pages: 256,
@@ -106,19 +123,10 @@ fn obey(command: &Command, events: &EventLog) -> Result<Answer, ApiError> {
                 pages_on_disks: 0,
             });
         }
-        Command::CancelSave => {
+        Order::SaveCancel(_) => {
             events.record(EventKind::SaveFailed { folder: "/s".into(), why: "it was called off".into() });
         }
-        Command::Resize { disk } if disk == "root" => {
-            return Ok(Answer::Resized(DiskSize { disk: disk.clone(), bytes: 3 << 30 }));
-        }
-        Command::Resize { disk } => {
-            return Err(
-                ApiError::new(ErrorWord::NoSuchDisk, format!("web has no disk {disk}")).hint("its disks are: root")
-            );
-        }
     }
-    Ok(Answer::Accepted)
 }
 
 impl Fixture {

@@ -5,12 +5,10 @@ use std::os::unix::net::UnixStream;
 use std::time::Instant;
 
 use hearth_api::{
-    Accepted, ApiError, DumpDiscard, DumpResume, ErrorWord, EventRecord, Explanation, Mismatch, ReadyRequest,
-    ResizeRequest, Route, RouteId, SaveCancel,
+    Accepted, ApiError, ErrorWord, EventRecord, Explanation, Mismatch, Order, ResizeRequest, Route, RouteId,
 };
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use serde::Serialize;
-use serde::de::DeserializeOwned;
 
 use super::request::{ReadError, Request, number};
 use super::{Context, HANGUP_PATIENCE, Seat};
@@ -60,20 +58,9 @@ fn answer(context: &Context, request: &Request) -> Result<Reply, ApiError> {
     let (route, parameter) =
         Route::find(&request.method, &request.path).map_err(|mismatch| no_route(request, mismatch))?;
     match route.id {
+        RouteId::Order(order) => accept(context, request.order(order)?),
         RouteId::Status => Ok(json(&context.control.status()?)),
-        RouteId::Reboot => order(context, request, Command::Reboot),
-        RouteId::Stop => order(context, request, Command::Stop),
-        RouteId::Crash => order(context, request, Command::Crash),
-        RouteId::Dump => order(context, request, Command::Dump),
-        RouteId::DumpResume => order(context, request, |DumpResume {}| Command::ResumeDump),
-        RouteId::DumpDiscard => order(context, request, |DumpDiscard {}| Command::DiscardDump),
-        RouteId::Rejuvenate => order(context, request, Command::Rejuvenate),
-        RouteId::UpgradeKeeper => order(context, request, Command::UpgradeKeeper),
-        RouteId::Park => order(context, request, Command::Park),
         RouteId::Age => age(context),
-        RouteId::Save => order(context, request, Command::Save),
-        RouteId::SaveCancel => order(context, request, |SaveCancel {}| Command::CancelSave),
-        RouteId::Ready => order(context, request, |ReadyRequest {}| Command::Ready),
         RouteId::RemountPlan => match context.control.ask(Command::RemountPlan)? {
             Answer::RemountPlan(plan) => Ok(json(&plan)),
             other => Err(unexpected(&other)),
@@ -103,15 +90,10 @@ fn no_route(request: &Request, mismatch: Mismatch) -> ApiError {
     }
 }
 
-/// Passes a request on; the answer says which events belong to it.
-fn order<T: DeserializeOwned>(
-    context: &Context,
-    request: &Request,
-    command: impl FnOnce(T) -> Command,
-) -> Result<Reply, ApiError> {
-    let command = command(request.body()?);
+/// Passes an order on; the answer says which events belong to it.
+fn accept(context: &Context, order: Order) -> Result<Reply, ApiError> {
     let since = context.events.last_sequence();
-    match context.control.ask(command)? {
+    match context.control.ask(Command::Order(order))? {
         Answer::Accepted => Ok(json(&Accepted { since })),
         other => Err(unexpected(&other)),
     }

@@ -4,7 +4,7 @@ use std::io::{self, Read};
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
-use hearth_api::{ApiError, ErrorWord};
+use hearth_api::{ApiError, ErrorWord, Order, OrderId};
 use serde::de::DeserializeOwned;
 
 /// No client of this API needs more; curl sends some 100 bytes.
@@ -87,12 +87,24 @@ impl Request {
         })
     }
 
-    /// The body as a request of this type; no body is an empty object.
+    /// The body as a request of this type.
     pub fn body<T: DeserializeOwned>(&self) -> Result<T, ApiError> {
-        let body = if self.body.is_empty() { b"{}" } else { &self.body[..] };
-        serde_json::from_slice(body)
-            .map_err(|error| bad_request(format!("cannot understand the body: {error}")).hint("see docs/api.md"))
+        serde_json::from_slice(self.json()).map_err(|error| not_understood(&error))
     }
+
+    /// The body as this order.
+    pub fn order(&self, id: OrderId) -> Result<Order, ApiError> {
+        Order::parse(id, self.json()).map_err(|error| not_understood(&error))
+    }
+
+    /// No body is an empty object.
+    fn json(&self) -> &[u8] {
+        if self.body.is_empty() { b"{}" } else { &self.body }
+    }
+}
+
+fn not_understood(error: &serde_json::Error) -> ApiError {
+    bad_request(format!("cannot understand the body: {error}")).hint("see docs/api.md")
 }
 
 pub fn number(name: &str, text: &str) -> Result<u64, ApiError> {

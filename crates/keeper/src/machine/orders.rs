@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use hearth_api::{ApiError, CrashMethod, DiskSize, ErrorWord, EventKind, MachineState, RebootRequest};
+use hearth_api::{ApiError, CrashMethod, DiskSize, ErrorWord, EventKind, MachineState, Order, RebootRequest};
 
 use hearth_recovery::journal::OrderNote;
 
@@ -21,7 +21,7 @@ impl Machine {
     /// Obeys, answers, and then does what takes long.
     pub(super) fn requested(&mut self, command: Command, answer: &Reply) -> Result<(), MachineError> {
         let to_rejuvenate = match &command {
-            Command::Rejuvenate(request) => Some(request.clone()),
+            Command::Order(Order::Rejuvenate(request)) => Some(request.clone()),
             _ => None,
         };
         let Some(reply) = self.obey(command, answer) else { return Ok(()) };
@@ -38,32 +38,39 @@ impl Machine {
     fn obey(&mut self, command: Command, answer: &Reply) -> Option<Result<Answer, ApiError>> {
         Some(match command {
             Command::Status => Ok(Answer::Status(Box::new(self.status()))),
-            Command::Reboot(request) => self.accept("reboot", |machine| machine.reboot(request)),
-            Command::Stop(request) => self.accept("stop", |machine| machine.stop(request.force)),
-            Command::Crash(request) => {
-                return self.accept("crash", |machine| machine.crash(request.method, answer)).err().map(Err);
-            }
-            Command::Dump(request) => {
-                return self.accept("dump", |machine| machine.dump_ordered(request, answer)).err().map(Err);
-            }
-            Command::ResumeDump => self.accept("resume the dump", Self::resume_dump),
-            Command::DiscardDump => self.accept("discard the dump", Self::discard_dumps),
-            Command::Rejuvenate(_) => self.accept("rejuvenate", |machine| machine.may_rejuvenate()),
-            Command::UpgradeKeeper(request) => {
-                self.accept("upgrade the keeper", |machine| machine.begin_upgrade(&request))
-            }
-            Command::Park(request) => {
-                return self.accept("park", |machine| machine.flush_to_park(request.check, answer)).err().map(Err);
-            }
             Command::Age => self.age().map(|signs| Answer::Age(Box::new(signs))),
-            Command::Save(request) => self.accept("save", |machine| machine.begin_save(request)),
-            Command::CancelSave => self.accept("cancel the save", Self::cancel_save_on_request),
-            Command::Ready => self.accept("mark the boot as finished", Self::ready_ordered),
             Command::RemountPlan => self
                 .warm_reboot
                 .remount_plan(&self.context, &self.disks)
                 .map(|plan| Answer::RemountPlan(Box::new(plan))),
             Command::Resize { disk } => self.resize(&disk).map(Answer::Resized),
+            Command::Order(order) => return self.obey_order(order, answer),
+        })
+    }
+
+    /// None: a thread is at it, and the answer comes later.
+    fn obey_order(&mut self, order: Order, answer: &Reply) -> Option<Result<Answer, ApiError>> {
+        Some(match order {
+            Order::Reboot(request) => self.accept("reboot", |machine| machine.reboot(request)),
+            Order::Stop(request) => self.accept("stop", |machine| machine.stop(request.force)),
+            Order::Crash(request) => {
+                return self.accept("crash", |machine| machine.crash(request.method, answer)).err().map(Err);
+            }
+            Order::Dump(request) => {
+                return self.accept("dump", |machine| machine.dump_ordered(request, answer)).err().map(Err);
+            }
+            Order::DumpResume(_) => self.accept("resume the dump", Self::resume_dump),
+            Order::DumpDiscard(_) => self.accept("discard the dump", Self::discard_dumps),
+            Order::Rejuvenate(_) => self.accept("rejuvenate", |machine| machine.may_rejuvenate()),
+            Order::UpgradeKeeper(request) => {
+                self.accept("upgrade the keeper", |machine| machine.begin_upgrade(&request))
+            }
+            Order::Park(request) => {
+                return self.accept("park", |machine| machine.flush_to_park(request.check, answer)).err().map(Err);
+            }
+            Order::Save(request) => self.accept("save", |machine| machine.begin_save(request)),
+            Order::SaveCancel(_) => self.accept("cancel the save", Self::cancel_save_on_request),
+            Order::Ready(_) => self.accept("mark the boot as finished", Self::ready_ordered),
         })
     }
 
