@@ -23,7 +23,7 @@ use crate::event::Event;
 use crate::event_log::EventLog;
 use crate::folders::Folders;
 use crate::http::{Context, Server};
-use crate::machine::images::InheritedLocks;
+use crate::machine::inherited_locks::InheritedLocks;
 use crate::machine::lazy_restore::RestoreOrder;
 use crate::machine::{self, ConfigurationFile, End, Machine, MachineError, Next, Outside, QemuChoice, load_journal};
 use crate::notify::{Notice, notify};

@@ -9,8 +9,7 @@ use hearth_api::{EventKind, PendingChange};
 use hearth_qemu::{AcceleratorChoice, Binary};
 use hearth_recovery::journal::{GuestNote, Journal, JournalError};
 
-use super::images::InheritedLocks;
-use super::in_force::Next;
+use super::inherited_locks::InheritedLocks;
 use super::launch_job::Run;
 use super::lazy_restore::RestoreOrder;
 use crate::config::{Config, ConfigFile, Configured};
@@ -51,6 +50,23 @@ pub struct ConfigurationFile {
     pub pending: Vec<PendingChange>,
     /// `Context::config` as the API shows it.
     pub shown: Arc<Mutex<serde_json::Value>>,
+}
+
+/// The next guest's configuration, where it differs from the living guest's.
+pub struct Next {
+    /// None if the configuration is the same.
+    pub configured: Option<Box<Configured>>,
+    /// Accelerator of the next guest. A living guest keeps its own accelerator.
+    pub accelerator: AcceleratorChoice,
+    /// The last guest's configuration, until a QEMU has been started with the new one.
+    pub last: Option<Box<Last>>,
+}
+
+/// The configuration of the last guest.
+pub struct Last {
+    pub configured: Configured,
+    pub pending: Vec<PendingChange>,
+    pub accelerator: AcceleratorChoice,
 }
 
 /// How QEMU is started.

@@ -3,6 +3,7 @@
 use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Instant;
 
 use hearth_api::{ApiError, DiskSize, ErrorWord, EventKind};
 use hearth_disk::arrival::Conduct;
@@ -14,7 +15,6 @@ use hearth_recovery::journal::QemuIdentity;
 
 use super::backfill::Backfill;
 use super::images::Images;
-use super::stale_session::InUseCheck;
 use super::{Context, MachineError, access};
 use crate::config::{Boot, Config};
 use crate::event::Event;
@@ -33,6 +33,14 @@ pub struct Disks {
     pub greeting_cut_off: bool,
     /// A check that the adopted QEMU uses its disks.
     pub next_check: Option<InUseCheck>,
+}
+
+/// A check whether the adopted QEMU uses its disks.
+pub struct InUseCheck {
+    pub generation: u32,
+    /// Counts the checks.
+    pub attempt: u32,
+    pub at: Instant,
 }
 
 #[derive(Debug, thiserror::Error)]

@@ -35,6 +35,11 @@ const START_PATIENCE: Duration = Duration::from_secs(60);
 const SUCCESSOR_PATIENCE: Duration = Duration::from_secs(15);
 /// How long to wait for the userfaultfd. QEMU hands it over before its `main` runs.
 const USERFAULT_PATIENCE: Duration = Duration::from_secs(10);
+/// How long a hop may pause the guest. It takes milliseconds; on a host that swaps it may take a second. A hop that
+/// takes longer is given up, and the old QEMU continues.
+pub const PAUSE_PATIENCE: Duration = Duration::from_secs(5);
+/// How long to wait for the end of a killed QEMU. It frees its own memory; guest RAM stays.
+pub const END_PATIENCE: Duration = Duration::from_secs(10);
 
 /// Purpose of a QEMU.
 #[derive(Clone, Copy, PartialEq, Eq)]

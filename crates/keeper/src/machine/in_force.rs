@@ -1,29 +1,12 @@
 //! Configuration of the next guest. It counts when that guest is started, and is taken back if no QEMU starts with it.
 //! `crate::in_force` says which configuration the living guest has.
 
-use hearth_api::{EventKind, PendingChange, PendingUntil};
-use hearth_qemu::AcceleratorChoice;
+use hearth_api::{EventKind, PendingUntil};
 
+use super::context::Last;
 use super::{Machine, MachineError};
 use crate::check;
 use crate::config::Configured;
-
-/// The next guest's configuration, where it differs from the living guest's.
-pub struct Next {
-    /// None if the configuration is the same.
-    pub configured: Option<Box<Configured>>,
-    /// Accelerator of the next guest. A living guest keeps its own accelerator.
-    pub accelerator: AcceleratorChoice,
-    /// The last guest's configuration, until a QEMU has been started with the new one.
-    pub last: Option<Box<Last>>,
-}
-
-/// The configuration of the last guest.
-pub struct Last {
-    configured: Configured,
-    pending: Vec<PendingChange>,
-    accelerator: AcceleratorChoice,
-}
 
 impl Machine {
     /// Applies the waiting configuration, if it is valid. Call it when there is no guest and one will be started.

@@ -10,11 +10,13 @@
 //! the next keeper continues.
 
 mod ahead;
+mod failure;
 mod fill;
+mod order;
 mod restoring;
 mod trace;
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::mpsc::Sender;
@@ -23,22 +25,23 @@ use std::time::{Duration, Instant};
 use hearth_api::{EventKind, RestoreStatus};
 use hearth_disk::arrival::Conduct;
 use hearth_disk::image::Unwritten;
-use hearth_disk::server::ServerError;
 use hearth_memory::faults::Userfault;
 use hearth_memory::faults::admission::AdmissionError;
 use hearth_recovery::incarnation::Incarnation;
 use hearth_recovery::journal::{QemuIdentity, RestoreNote};
-use hearth_recovery::lazy_restore::{LazyRam, Mode, Order, RestoreError, Step, Trouble};
-use hearth_recovery::snapshot::state::{self, StateError};
-use hearth_recovery::snapshot::{Snapshot, SnapshotError};
+use hearth_recovery::lazy_restore::{LazyRam, Mode, Order, Step, Trouble};
+use hearth_recovery::snapshot::Snapshot;
+use hearth_recovery::snapshot::state;
 
 use ahead::{Ahead, ahead};
+pub use failure::RestoreFailure;
 use fill::fill;
+pub use order::RestoreOrder;
 pub use restoring::Restoring;
 use trace::note_first_touches;
 pub use trace::{Probe, Trace};
 
-use super::generation::{Devices, Generation, LaunchError, Plan};
+use super::generation::{Devices, Generation, Plan};
 use super::launch_job::Reins;
 use super::start::{self, Doing};
 use super::state::Input;
@@ -52,53 +55,12 @@ const STATE_PATIENCE: Duration = Duration::from_secs(60);
 /// Threads that serve page faults from an object store. Each waits for its own page, at least for a round trip.
 const SERVERS_FROM_AFAR: usize = 4;
 
-/// A snapshot to restore at the start.
-#[derive(Clone, Debug)]
-pub struct RestoreOrder {
-    pub snapshot: PathBuf,
-    /// Expected seal of the snapshot's memory: the machine's disks belong to that snapshot. None if any snapshot will
-    /// do.
-    pub seal: Option<String>,
-    pub mode: Mode,
-    /// Record the pages that the guest touches first, and fill in the rest only then.
-    pub trace: Option<Trace>,
-}
-
 /// A guest that is being restored.
 struct Arriving {
     order: RestoreOrder,
     snapshot: Arc<Snapshot>,
     incarnation: Incarnation,
     began: Instant,
-}
-
-#[derive(Debug, thiserror::Error)]
-pub enum RestoreFailure {
-    #[error(transparent)]
-    Snapshot(#[from] SnapshotError),
-    #[error("snapshot {snapshot} has {saved} bytes of memory, but the machine has {configured}")]
-    Memory { snapshot: PathBuf, saved: u64, configured: u64 },
-    #[error(
-        "{snapshot} is not the snapshot that this machine is being restored from; put that one back, then run the \
-         keeper again"
-    )]
-    AnotherSnapshot { snapshot: PathBuf },
-    #[error("cancelled before the guest ran; start again with `hearth run {file}`")]
-    CalledOff { file: PathBuf },
-    #[error(transparent)]
-    Restore(#[from] RestoreError),
-    #[error(transparent)]
-    Launch(#[from] LaunchError),
-    #[error("cannot serve page faults: {why}; use `hearth restore --eager`, which needs none")]
-    Userfault { why: String },
-    #[error("cannot read guest memory that QEMU needs: {what}; repair the snapshot and run it again")]
-    Damaged { what: String, source: Option<Box<RestoreFailure>> },
-    #[error("QEMU's last message: {}", .last_words.as_deref().unwrap_or("(none)"))]
-    State { last_words: Option<String>, source: StateError },
-    #[error(transparent)]
-    Disk(#[from] ServerError),
-    #[error("cannot start a thread")]
-    Thread(#[source] std::io::Error),
 }
 
 /// Sends messages about one generation's restore to the machine's loop.

@@ -3,7 +3,7 @@
 
 use std::path::Path;
 
-use hearth_api::{EventKind, NvramDevice, NvramStatus};
+use hearth_api::{ApiError, ErrorWord, EventKind, NvramDevice, NvramStatus};
 use hearth_disk::block::DiskId;
 use hearth_disk::gate::Gate;
 use hearth_disk::nvram::pmem::Pmem;
@@ -12,7 +12,7 @@ use hearth_disk::server::{DiskOptions, DiskServer};
 
 use super::disks::Disks;
 use super::{Context, MachineError, launch};
-use crate::config::{self, NvramConfig, PmemConfig};
+use crate::config::{self, Config, NvramConfig, PmemConfig};
 
 impl NvramConfig {
     pub fn options(&self, memory_folder: &Path) -> NvramOptions {
@@ -38,6 +38,15 @@ impl PmemConfig {
             owner: None,
         }
     }
+}
+
+/// Refuses a guest with a device whose state QEMU does not transfer. That is virtio-pmem: its queue position is not
+/// part of the state (`hw/virtio/virtio-pmem.c` in QEMU describes none).
+pub fn must_have_all_state(config: &Config, what: &str) -> Result<(), ApiError> {
+    let Some(device) = config.pmem.first() else { return Ok(()) };
+    let message =
+        format!("cannot {what}: another QEMU cannot take over nvram {}, which is persistent memory", device.name);
+    Err(ApiError::new(ErrorWord::NotPossible, message).hint("set device = \"disk\", then stop and start the machine"))
 }
 
 impl Disks {

@@ -39,11 +39,11 @@ use hearth_recovery::rejuvenation::{ClockDebt, Ticker};
 use hearth_recovery::snapshot::state::{self, StateError};
 
 use super::disks::firmware_vars;
-use super::generation::{Devices, Generation, LaunchError, Plan};
+use super::generation::{Devices, END_PATIENCE, Generation, LaunchError, Plan};
 use super::launch;
 use super::launch_job::Reins;
 use super::lives::record_qemu;
-use super::rejuvenation::{END_PATIENCE, Rejuvenations, must_have_all_state};
+use super::nvram::must_have_all_state;
 use super::start::Step;
 use super::state::Input;
 use super::{Context, Life, Machine, MachineError};
@@ -180,13 +180,6 @@ fn note_of(context: &Context, life: &Life) -> impl Fn(Found) -> Parked + Send + 
         frozen,
         disks: launch::disk_identities(&config),
         images: found.images,
-    }
-}
-
-impl Rejuvenations {
-    /// The thread of a park that was given up still waits for a disk.
-    fn is_park_stuck(&self) -> bool {
-        self.stuck_park.as_ref().is_some_and(|thread| !thread.is_finished())
     }
 }
 

@@ -26,10 +26,11 @@ use hearth_recovery::rejuvenation::{self, Handed, Hop, Phase, RejuvenationError,
 
 use super::age::Schedule;
 use super::disks::{Disks, is_silent};
-use super::generation::{Generation, LaunchError, Plan};
+use super::generation::{END_PATIENCE, Generation, LaunchError, PAUSE_PATIENCE, Plan};
 use super::hop_lock::HopLock;
 use super::launch;
 use super::launch_job::{LaunchJob, Reins};
+use super::nvram::must_have_all_state;
 use super::park::Parking;
 use super::state::Input;
 use super::{Context, Life, Machine, MachineError};
@@ -39,9 +40,6 @@ use crate::folders::Folders;
 use crate::runtime_root::RuntimeRoot;
 use crate::upgrade::Successor;
 
-/// How long a hop may pause the guest. It takes milliseconds; on a host that swaps it may take a second. A hop that
-/// takes longer is given up, and the old QEMU continues.
-pub(super) const PAUSE_PATIENCE: Duration = Duration::from_secs(5);
 /// How long to wait for the guest to read its console input. A guest that does not read would delay every rejuvenation.
 /// The new QEMU gets the rest.
 const TYPED_PATIENCE: Duration = Duration::from_millis(500);
@@ -49,9 +47,6 @@ const TYPED_PATIENCE: Duration = Duration::from_millis(500);
 /// Work that can wait and takes a processor (the end of the old QEMU, locking the new one's files) is delayed this
 /// long.
 const FIRST_STEPS: Duration = Duration::from_millis(200);
-/// How long to wait for the end of a killed QEMU. It frees its own memory; guest RAM stays.
-pub(super) const END_PATIENCE: Duration = Duration::from_secs(10);
-
 /// Shown when QEMU died before it could be replaced.
 pub const GUEST_DIED_WITH_QEMU: &str = "QEMU has died, so its guest cannot continue in another one; it reboots warm";
 
@@ -178,6 +173,11 @@ impl Rejuvenations {
         }
     }
 
+    /// Whether the thread of a park that was given up still waits for a disk.
+    pub fn is_park_stuck(&self) -> bool {
+        self.stuck_park.as_ref().is_some_and(|thread| !thread.is_finished())
+    }
+
     /// When the hop that is under way began.
     pub fn hops_since(&self) -> Option<String> {
         self.hop.as_ref().map(|hop| hop.progress.report.started_at.clone())
@@ -231,15 +231,6 @@ fn has_begun(folders: &Folders, successor: &QemuIdentity) -> bool {
     Qmp::connect(&socket, PAUSE_PATIENCE, &process, |_| {})
         .and_then(|new| rejuvenation::has_begun(&new, end))
         .unwrap_or(true)
-}
-
-/// Refuses a guest with a device whose state QEMU does not transfer. That is virtio-pmem: its queue position is not
-/// part of the state (`hw/virtio/virtio-pmem.c` in QEMU describes none).
-pub(super) fn must_have_all_state(config: &Config, what: &str) -> Result<(), ApiError> {
-    let Some(device) = config.pmem.first() else { return Ok(()) };
-    let message =
-        format!("cannot {what}: another QEMU cannot take over nvram {}, which is persistent memory", device.name);
-    Err(ApiError::new(ErrorWord::NotPossible, message).hint("set device = \"disk\", then stop and start the machine"))
 }
 
 impl Context {

@@ -24,9 +24,8 @@ use std::time::{Duration, Instant};
 use hearth_api::{EventKind, RejuvenateRequest};
 use hearth_recovery::rejuvenation;
 
-use super::disks::Disks;
-use super::generation::Generation;
-use super::rejuvenation::PAUSE_PATIENCE;
+use super::disks::{Disks, InUseCheck};
+use super::generation::{Generation, PAUSE_PATIENCE};
 use super::{Context, Machine};
 
 /// How long to wait for a QEMU to connect again. It takes a second, or a few on a busy host.
@@ -37,14 +36,6 @@ const LISTEN_EVERY: Duration = Duration::from_millis(200);
 /// sent nothing for this long never will.
 const ATTEMPTS_A_TRY: u32 = 20;
 const TRIES: u32 = 5;
-
-/// A check whether the adopted QEMU uses its disks.
-pub struct InUseCheck {
-    generation: u32,
-    /// Counts the checks.
-    attempt: u32,
-    pub at: Instant,
-}
 
 impl Disks {
     /// Notes that QEMU may greet its disks from now on. Call it before the disks are served to a QEMU that another
