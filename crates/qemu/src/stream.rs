@@ -81,7 +81,7 @@ impl Read for Stream {
             return Ok(bytes);
         }
         handed.into_iter().for_each(background_close::close_descriptor);
-        Err(io::Error::new(ErrorKind::InvalidData, "QEMU sent descriptors that nobody asked for"))
+        Err(io::Error::new(ErrorKind::InvalidData, "QEMU sent unrequested descriptors"))
     }
 }
 

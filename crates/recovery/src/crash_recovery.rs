@@ -92,7 +92,7 @@ pub fn judge(memory: &impl PhysicalMemory, notes: &[u8], level: DumpLevel) -> Ju
     let ClassCounts { unjudged, undescribed, .. } = judgement.pages.counts;
     let mut kept = |pages: u64, why: &str| {
         if pages > 0 {
-            judgement.warnings.push(format!("{pages} pages are kept whatever they hold: {why}"));
+            judgement.warnings.push(format!("{pages} pages are kept unclassified: {why}"));
         }
     };
     kept(unjudged, "their page descriptors cannot be read or make no sense");

@@ -73,7 +73,7 @@ impl DiskNote {
     pub fn changed(&self) -> Option<String> {
         if let Some(device) = self.files.iter().find(|file| file.is_device) {
             let path = device.path.display();
-            return Some(format!("{path} is a block device, of which nobody can tell whether it was written to"));
+            return Some(format!("{path} is a block device, on which writes leave no trace"));
         }
         let Some(rest) = &self.rest else {
             let image = self.files.first().map(|file| file.path.display().to_string()).unwrap_or_default();

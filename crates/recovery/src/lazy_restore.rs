@@ -61,7 +61,7 @@ pub enum RestoreError {
          them; use `hearth restore --eager`"
     )]
     Touched { page: u64 },
-    #[error("it was called off")]
+    #[error("it was cancelled")]
     CalledOff,
 }
 
@@ -509,8 +509,8 @@ impl LazyRam {
         &self.snapshot
     }
 
-    /// Why memory cannot be loaded now: the first reasons, and the number of the others. Whoever touches that memory
-    /// waits.
+    /// Why memory cannot be loaded now: the first reasons, and the number of the others. A thread that touches that
+    /// memory waits.
     pub fn stuck(&self) -> Vec<String> {
         let stuck = lock(&self.stuck);
         let more = stuck.len().saturating_sub(TOLD_MAX);

@@ -364,8 +364,8 @@ impl Hop<'_> {
         }
     }
 
-    /// Waits until the old QEMU has the rest of a packet that it began to read. Whoever sent the one part has sent the
-    /// other.
+    /// Waits until the old QEMU has the rest of a packet that it began to read. The sender of the first part has sent
+    /// the other.
     fn await_packets(&self, deadline: Instant) -> Result<(), RejuvenationError> {
         while self.valves.is_some_and(|(old, _)| !old.are_between_packets()) {
             if Instant::now() > deadline {
@@ -486,7 +486,7 @@ pub fn roll_back(old: &Qmp, patience: Duration) -> Result<(), QmpError> {
                 std::thread::sleep(LOOK_EVERY);
             }
             "finish-migrate" => {
-                let description = "the guest was stopped for its hand-over and does not go on".to_owned();
+                let description = "the guest was stopped for its hand-over and does not continue".to_owned();
                 return Err(QmpError::Refused { command: "cont", description });
             }
             "running" if matches!(old.migration()?, Migration::UnderWay(_)) && Instant::now() < deadline => {

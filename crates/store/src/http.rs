@@ -80,7 +80,7 @@ impl Leashed {
     }
 
     fn must_go_on(&self) -> io::Result<()> {
-        if self.0.called_off.load(SeqCst) { Err(io::Error::other("it was called off")) } else { Ok(()) }
+        if self.0.called_off.load(SeqCst) { Err(io::Error::other("it was cancelled")) } else { Ok(()) }
     }
 }
 

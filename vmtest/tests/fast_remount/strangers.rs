@@ -128,7 +128,7 @@ fn unguarded_block_device_is_reread() -> Result<()> {
     vm.wait_incarnation(3)?;
     assert_eq!(gap(&vm)?, STRANGER);
     let why = dropped(&vm).expect("an event names the dropped disk");
-    assert!(why.ends_with("is a block device, of which nobody can tell whether it was written to"), "{why}");
+    assert!(why.ends_with("is a block device, on which writes leave no trace"), "{why}");
     volumes.mount(&vm)?;
     assert_eq!(volumes.read(&vm)?, volumes.expected(&["one", "two"]));
     volumes.unmount_and_check(&vm)?;

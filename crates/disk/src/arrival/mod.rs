@@ -54,7 +54,7 @@ pub enum Conduct {
 /// How much of a file has arrived.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Counts {
-    /// Bytes of all units that are to arrive. What lies between them is zeroes.
+    /// Bytes of all units that are to arrive. The bytes between them are zeroes.
     pub bytes: u64,
     /// Bytes that have not arrived yet.
     pub missing_bytes: u64,
@@ -384,8 +384,8 @@ impl State {
 
     fn refusal(&self) -> Option<&str> {
         match self.conduct {
-            _ if self.stopped => Some("it was called off"),
-            Conduct::Refuse => Some("nobody brings it at the moment"),
+            _ if self.stopped => Some("it was cancelled"),
+            Conduct::Refuse => Some("no process fetches it now"),
             Conduct::Urge => self.stuck.values().next().map(|stuck| stuck.why.as_str()),
             Conduct::Wait => None,
         }

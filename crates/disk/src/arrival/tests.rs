@@ -188,7 +188,7 @@ fn wanted_units_come_first() {
     let stand = Stand::new();
     let arrival = stand.open();
     for unit in [10, 4, 10] {
-        assert!(arrival.wait(unit * UNIT_BYTES..unit * UNIT_BYTES + 1).is_err(), "nobody brings it");
+        assert!(arrival.wait(unit * UNIT_BYTES..unit * UNIT_BYTES + 1).is_err(), "it never comes");
     }
     let (leave, asked) = (AtomicBool::new(true), AtomicUsize::new(0));
     let next = || {
@@ -266,8 +266,8 @@ fn waiting_readers_get_an_error_when_refused() {
         });
         assert!(error.contains("disk-root: has not arrived completely") && error.contains(expect), "{error}");
     };
-    check(&|arrival| arrival.set_conduct(Conduct::Refuse), "nobody brings it");
-    check(&Arrival::stop, "called off");
+    check(&|arrival| arrival.set_conduct(Conduct::Refuse), "no process fetches it");
+    check(&Arrival::stop, "cancelled");
     let hopeless = |arrival: &Arrival| {
         arrival.set_conduct(Conduct::Urge);
         arrival.failed(Order { unit: 0 }, "the store is gone", true);
@@ -289,7 +289,7 @@ fn overlays_wait_for_arriving_bytes() {
     // Readers that do not know of the backfill.
     for (path, format) in [(&top, Format::Qcow2), (&stand.path(), Format::Raw)] {
         let refused = read(&ImageReader::open(path, format).unwrap()).unwrap_err().to_string();
-        assert!(refused.contains("nobody brings it"), "{refused}");
+        assert!(refused.contains("no process fetches it"), "{refused}");
     }
     let options = ImageOptions {
         path: stand.path(),

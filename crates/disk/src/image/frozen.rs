@@ -152,7 +152,7 @@ impl FrozenImage {
             };
             granule = copied.end;
             if !step((copied.end - copied.start) * GRANULE_BYTES) {
-                return Err(io::Error::new(io::ErrorKind::Interrupted, "it was called off"));
+                return Err(io::Error::new(io::ErrorKind::Interrupted, "it was cancelled"));
             }
         }
         let failed = self.lock().failed.take();

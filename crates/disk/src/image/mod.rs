@@ -88,13 +88,15 @@ pub enum ImageError {
     WrongKind { path: PathBuf, kind: &'static str },
     #[error("disk image {path} is empty; make one with qemu-img create")]
     Empty { path: PathBuf },
-    #[error("disk image {path} looks like qcow2; set format = \"qcow2\", or \"raw\" if that is meant")]
+    #[error(
+        "disk image {path} looks like qcow2; set format = \"qcow2\", or format = \"raw\" to serve its bytes as they are"
+    )]
     FormatNotNamed { path: PathBuf },
     #[error("disk image {path} is in use by {holder}")]
     InUse { path: PathBuf, holder: String },
     #[error("cannot lock disk image {path}; its file system must support open file description locks")]
     Lock { path: PathBuf, source: io::Error },
-    #[error("{path} is not a qcow2 image; set format = \"raw\" if that is meant")]
+    #[error("{path} is not a qcow2 image; set format = \"raw\" if it is a raw image")]
     NotQcow2 { path: PathBuf },
     #[error("qcow2 image {path} {problem}; {remedy}")]
     Qcow2 { path: PathBuf, problem: String, remedy: &'static str },
@@ -262,8 +264,8 @@ impl Image {
         }
     }
 
-    /// Starts a copy of the image's file as it is now into `target`, a new file. Nothing may be in flight. What the image's
-    /// engine changes from now on is copied first.
+    /// Starts a copy of the image's file as it is now into `target`, a new file. Nothing may be in flight. Blocks that
+    /// the image's engine changes from now on are copied first.
     pub fn freeze(&self, target: File) -> io::Result<Arc<FrozenImage>> {
         match &self.contents {
             Contents::Raw(raw) => raw.freeze(target),

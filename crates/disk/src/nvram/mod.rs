@@ -99,7 +99,7 @@ pub fn resident_bytes(folder: &Path, name: &str) -> u64 {
 pub enum NvramError {
     #[error("nvram {name}: cannot {action} {path}")]
     File { name: String, path: PathBuf, action: &'static str, source: io::Error },
-    #[error("nvram {name}: {path} has {has} bytes and not {wants}; set its size to that, or move the file away")]
+    #[error("nvram {name}: {path} has {has} bytes instead of {wants}; set its size to that, or move the file away")]
     OtherSize { name: String, path: PathBuf, has: u64, wants: u64 },
     #[error("nvram {name}: {path} is not a regular file; a mirror must be one")]
     NoFile { name: String, path: PathBuf },

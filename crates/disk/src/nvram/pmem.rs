@@ -89,7 +89,7 @@ mod tests {
             assert_eq!(fs::read(&file).unwrap()[4096], 7);
             fs::write(&file, [7; 4096]).unwrap();
             let refused = Pmem::open(&options).err().unwrap().to_string();
-            assert!(refused.contains("has 4096 bytes and not 2097152"), "{refused}");
+            assert!(refused.contains("has 4096 bytes instead of 2097152"), "{refused}");
         }
     }
 

@@ -201,7 +201,9 @@ fn wrong_sizes_are_reported() {
     let other = NvramOptions { bytes: BYTES / 2, ..bench.options() };
     check(
         &other,
-        &format!("nvram log: {mirror} has 1048576 bytes and not 524288; set its size to that, or move the file away"),
+        &format!(
+            "nvram log: {mirror} has 1048576 bytes instead of 524288; set its size to that, or move the file away"
+        ),
     );
 }
 

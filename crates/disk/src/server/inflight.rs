@@ -12,7 +12,7 @@
 //! `features` is the server's own; of the first queue it holds whether the guest switched its write cache off. QEMU knows
 //! that too, but does not tell the next server, which would then owe the guest a flush after every write and not know it.
 //!
-//! Answering a request: `last_batch_head` = head -> used ring -> in_flight = 0 -> `used_index`. Whoever finds the two
+//! Answering a request: `last_batch_head` = head -> used ring -> in_flight = 0 -> `used_index`. A server that finds the two
 //! used indices apart knows that the server died in between and that this head was answered.
 
 use std::fs::File;
@@ -61,7 +61,7 @@ const _: () = assert!(std::mem::offset_of!(AreaHead, used_index) == 14 && std::m
 pub enum InflightError {
     #[error("inflight region for {queues} queues of {queue_size}: {what}")]
     Region { queues: u16, queue_size: u16, what: &'static str },
-    #[error("inflight region cannot be made or mapped")]
+    #[error("inflight region cannot be created or mapped")]
     Memory(#[source] io::Error),
 }
 

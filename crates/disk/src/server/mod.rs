@@ -10,8 +10,8 @@
 //! ```
 //!
 //! One thread, so that a RAM hit is answered where the kick arrives (a hop between threads costs more than the hit),
-//! and so that the order of "void, then change" needs no locks. What dies with a QEMU is in `connection`; what belongs
-//! to the disk is in `disk`.
+//! and so that the order of "void, then change" needs no locks. State that dies with a QEMU is in `connection`; state
+//! of the disk is in `disk`.
 
 mod chain;
 mod config;
@@ -183,7 +183,7 @@ pub enum ServerError {
     Resize { disk: String, source: io::Error },
     #[error("disk {disk}: requests are in flight although its guest is paused")]
     NotIdle { disk: String },
-    #[error("disk {disk}: requests that nobody has answered cannot be taken over: {what}")]
+    #[error("disk {disk}: its unanswered requests cannot be taken over: {what}")]
     Left { disk: String, what: String },
     #[error("disk {disk}: its image cannot be copied")]
     Freeze { disk: String, source: io::Error },

@@ -136,7 +136,7 @@ fn qcow2_image_configured_as_raw_is_reported() {
     image[..4].copy_from_slice(b"QFI\xfb");
     fs::write(fixture.path("root.img"), image).unwrap();
     fixture.check(GOOD, &[
-        "error: disk disk0: disk image root.img looks like qcow2; set format = \"qcow2\", or \"raw\" if that is meant",
+        "error: disk disk0: disk image root.img looks like qcow2; set format = \"qcow2\", or format = \"raw\" to serve its bytes as they are",
     ]);
 }
 
@@ -240,8 +240,8 @@ fn unusable_nvram_is_reported() {
     let grown = memory.path().join("web/nvram-grown").display().to_string();
     fixture.check(&text, &[
         "error: nvram: nvram lost: cannot open its mirror nowhere/m: No such file or directory (os error 2)",
-        "error: nvram: nvram other: short has 5 bytes and not 4096; set its size to that, or move the file away",
-        &format!("error: nvram: nvram grown: {grown} has 8192 bytes and not 4096; set its size to that, or move the file away"),
+        "error: nvram: nvram other: short has 5 bytes instead of 4096; set its size to that, or move the file away",
+        &format!("error: nvram: nvram grown: {grown} has 8192 bytes instead of 4096; set its size to that, or move the file away"),
     ]);
 }
 

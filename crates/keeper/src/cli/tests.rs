@@ -124,7 +124,7 @@ fn carry_out(order: &Order, events: &EventLog) {
             });
         }
         Order::SaveCancel(_) => {
-            events.record(EventKind::SaveFailed { folder: "/s".into(), why: "it was called off".into() });
+            events.record(EventKind::SaveFailed { folder: "/s".into(), why: "it was cancelled".into() });
         }
     }
 }
@@ -692,7 +692,7 @@ fn save_waits_and_can_be_cancelled() {
     assert!(output.ends_with("save failed: the disk is full (/s)\n"), "{output}");
     assert_eq!(done.unwrap_err().exit(), Exit::Failed);
     let output = fixture.output(&["save", "web", "--cancel"]);
-    assert!(output.ends_with("save failed: it was called off (/s)\n"), "{output}");
+    assert!(output.ends_with("save failed: it was cancelled (/s)\n"), "{output}");
 }
 
 #[test]

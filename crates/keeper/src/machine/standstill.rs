@@ -72,12 +72,12 @@ impl Machine {
         matches!(self.context.journal.guest, GuestNote::Paused | GuestNote::PausedForDump { .. })
     }
 
-    /// Refuses while the guest stands still for a save or a dump, or is just going on.
+    /// Refuses while the guest is paused for a save or a dump, or is just going on.
     pub(super) fn must_run(&self, what: &str) -> Result<(), ApiError> {
         if !self.is_paused_by_us() && self.state.guest().is_none_or(|life| life.going_on == 0) {
             return Ok(());
         }
-        let message = format!("cannot {what}: the guest stands still for a save or a dump");
+        let message = format!("cannot {what}: the guest is paused for a save or a dump");
         Err(ApiError::new(ErrorWord::WrongState, message).hint("try again when it runs"))
     }
 }

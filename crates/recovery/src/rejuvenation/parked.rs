@@ -138,13 +138,13 @@ pub enum ParkedError {
          memory folder to boot it"
     )]
     OtherMachine { what: String },
-    #[error("the images are not as the guest left them: {what}")]
+    #[error("the images have changed since the guest was parked: {what}")]
     Images { what: String },
     #[error("the images cannot be examined")]
     Look(#[source] io::Error),
     #[error("another process writes to {path}, or the host's clock was set back")]
     Busy { path: PathBuf },
-    #[error("its memory is lost: {folder} holds none of it; the host had no power, or the file system is not mounted")]
+    #[error("its memory is lost: {folder} has none of it; the host lost power, or the file system is not mounted")]
     Gone { folder: PathBuf },
     #[error("it was given up: {NOTE} was removed from {folder}")]
     GivenUp { folder: PathBuf },

@@ -111,7 +111,7 @@ pub enum SnapshotError {
     DamagedPages { path: PathBuf, first: u32, last: u32, what: String },
     #[error(transparent)]
     Store(#[from] StoreError),
-    #[error("pages {first} to {last} of the guest's memory cannot be fetched at the moment")]
+    #[error("pages {first} to {last} of the guest's memory cannot be fetched now")]
     AwayPages { first: u32, last: u32, source: StoreError },
     #[error(transparent)]
     Image(#[from] ImageError),

@@ -52,9 +52,9 @@ pub enum SaveError {
     Freeze(#[source] AgentError),
     #[error("the thread for the upload cannot be started")]
     Thread(#[source] std::io::Error),
-    #[error("the keeper gave it up")]
+    #[error("the keeper cancelled it")]
     Abandoned,
-    #[error("it was called off: {why}")]
+    #[error("it was cancelled: {why}")]
     CalledOff { why: String },
 }
 

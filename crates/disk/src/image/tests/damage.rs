@@ -96,7 +96,11 @@ fn overlay_of_too_large_disk_is_refused() {
     fs::write(&base, vec![0x7f; 1 << 20]).unwrap();
     let error = create_overlay(&top, &base, "qcow2").unwrap_err();
     assert!(
-        error.source().unwrap().to_string().ends_with("is not a qcow2 image; set format = \"raw\" if that is meant")
+        error
+            .source()
+            .unwrap()
+            .to_string()
+            .ends_with("is not a qcow2 image; set format = \"raw\" if it is a raw image")
     );
     assert!(!top.exists());
 }

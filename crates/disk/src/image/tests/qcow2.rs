@@ -266,7 +266,7 @@ fn damaged(create: &[&str], at: u64, bytes: &[u8], expect: &str) {
 
 #[test]
 fn unusable_qcow2_images_are_refused_with_reason() {
-    damaged(&[], 0, b"x", "DIR/disk is not a qcow2 image; set format = \"raw\" if that is meant");
+    damaged(&[], 0, b"x", "DIR/disk is not a qcow2 image; set format = \"raw\" if it is a raw image");
     damaged(&[], 7, &[9], "qcow2 image DIR/disk has the unknown version 9; rewrite it with qemu-img convert");
     damaged(&[], 35, &[2], "qcow2 image DIR/disk is encrypted; rewrite it with qemu-img convert");
     damaged(

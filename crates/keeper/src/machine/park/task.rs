@@ -29,7 +29,7 @@ use crate::event::ParkMessage;
 /// Why a guest is not parked.
 #[derive(Debug, thiserror::Error)]
 enum Failure {
-    #[error("it was called off")]
+    #[error("it was cancelled")]
     CalledOff,
     #[error(transparent)]
     State(#[from] StateError),
