@@ -155,6 +155,8 @@ pub enum Input<G, L> {
         cause: EndCause,
         on_panic: OnPanic,
     },
+    /// What only a living QEMU can tell about the crash is read, or cannot be.
+    Harvested,
     /// The guest's watchdog resets it.
     WatchdogResets,
     /// QEMU breaks its protocol.
@@ -190,7 +192,7 @@ pub enum Action<G, L> {
     /// Record that the guest did not shut down in time.
     TellPowerCut,
     KillQemu,
-    /// Read what only a living QEMU can tell about a crash, if the guest can be dumped.
+    /// Read what only a living QEMU can tell about a crash, if the guest can be dumped. Then `Harvested`.
     Harvest,
     /// Note the images before it is recorded that the guest is paused for good.
     NoteIdleDisks,
