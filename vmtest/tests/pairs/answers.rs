@@ -1,7 +1,5 @@
 //! A keeper whose QEMU hangs answers all the same: what waits for QEMU is on a thread of its own.
 
-use std::fs::Permissions;
-use std::os::unix::fs::PermissionsExt;
 use std::time::{Duration, Instant};
 
 use hearth_vmtest::patience;
@@ -245,38 +243,4 @@ fn keeper_answers_at_each_step_of_a_restore() {
         bed.hand.release("go");
     }
     panic!("a restore with {STEPS_MAX} commands");
-}
-
-#[test]
-fn keeper_answers_while_registers_are_read() {
-    let bed = Bed::make();
-    let mut keeper = bed.running();
-    bed.hand.arm(Some(1));
-    bed.hand.guests("panic");
-    assert!(wait(patience(1), || bed.hand.held().is_some()), "no registers are asked for");
-    let asked = Instant::now();
-    assert_eq!(status(&keeper)["incarnation"], 1);
-    // QEMU is waited for twice as long.
-    assert!(asked.elapsed() < Duration::from_secs(1), "an answer after {:?}", asked.elapsed());
-    bed.hand.release("go");
-    assert!(wait(patience(1), || status(&keeper)["incarnation"] == 2), "{}", status(&keeper));
-    assert!(!events(&bed, "registers_taken").is_empty());
-    assert_eq!(post(&keeper, "/v1/stop", r#"{"force": true}"#).0, 200);
-    must_end(&bed, &mut keeper);
-}
-
-#[test]
-fn keeper_answers_while_it_asks_another_program() {
-    let bed = Bed::make();
-    let mut keeper = bed.running();
-    let (program, begun) = (bed.path("slow"), bed.path("begun"));
-    std::fs::write(&program, format!("#!/bin/sh\n: > {begun:?}\nexec sleep 9\n")).expect("a new file");
-    std::fs::set_permissions(&program, Permissions::from_mode(0o755)).expect("it is ours");
-    let (api, body) = (keeper.api(), format!(r#"{{"program": {program:?}}}"#));
-    let asker = std::thread::spawn(move || api.ask("POST", "/v1/upgrade-keeper", &body));
-    assert!(wait(patience(1), || begun.exists()), "the program is not asked");
-    must_not_have_stalled(&status(&keeper), 1);
-    assert_eq!(post(&keeper, "/v1/stop", r#"{"force": true}"#).0, 200);
-    must_end(&bed, &mut keeper);
-    assert!(asker.join().is_ok());
 }

@@ -132,36 +132,27 @@ impl Machine {
         }
     }
 
-    /// Has a thread read what only a living QEMU can tell; `Harvested` follows. If QEMU hangs or lies, only the registers are lost.
-    pub(super) fn harvest(&mut self) -> Result<(), MachineError> {
+    /// Reads what only a living QEMU can tell. If QEMU hangs or lies, only the registers are lost.
+    pub(super) fn harvest(&mut self) {
         if !can_dump(&self.context, &self.memory) {
-            return self.happens(Input::Harvested);
+            return;
         }
-        let Some(life) = self.state.guest() else { return Ok(()) };
-        let (began, incarnation, generation) = (Instant::now(), life.incarnation.number, life.generation.number);
-        let (tell, path) = (self.context.outside.tell.clone(), self.context.folders.registers(incarnation));
-        let (qmp, name) = (life.generation.qmp.clone(), format!("harvest-{}", self.context.config.name));
-        CrashRecovery::note_dump(&mut self.context, incarnation);
-        let started = std::thread::Builder::new().name(name).spawn(move || {
-            let registers = qmp.registers(HARVEST_PATIENCE).map_err(|error| crate::chain(&error));
-            let registers = registers.and_then(|bytes| {
-                let written = fs::write(&path, &bytes).map_err(|error| format!("{}: {error}", path.display()));
-                written.map(|()| bytes.len() as u64)
-            });
-            // Fails only when the loop is gone.
-            let _ = tell.send(Event::Harvested { generation, began, registers });
-        });
-        started.map(drop).or_else(|error| self.harvest_says(began, Err(format!("cannot start a thread: {error}"))))
-    }
-
-    pub(super) fn harvest_says(&mut self, began: Instant, registers: Result<u64, String>) -> Result<(), MachineError> {
+        let Some(life) = self.state.guest() else { return };
+        let (began, incarnation) = (Instant::now(), life.incarnation.number);
+        let registers = life.generation.qmp.registers(HARVEST_PATIENCE).map_err(|error| crate::chain(&error));
         let took = began.elapsed();
+        let kept = registers.and_then(|bytes| {
+            let path = self.context.folders.registers(incarnation);
+            fs::write(&path, &bytes)
+                .map(|()| bytes.len() as u64)
+                .map_err(|error| format!("{}: {error}", path.display()))
+        });
         self.crash_recovery.harvest = Some(Harvest { began, took });
-        self.context.record(match registers {
+        self.context.record(match kept {
             Ok(bytes) => EventKind::RegistersTaken { bytes, duration_ms: took.as_secs_f64() * 1e3 },
             Err(why) => EventKind::DumpWarning { message: format!("no registers: {why}") },
         });
-        self.happens(Input::Harvested)
+        CrashRecovery::note_dump(&mut self.context, incarnation);
     }
 
     /// Notes a dump, without registers, of a guest whose QEMU died by itself.

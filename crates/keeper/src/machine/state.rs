@@ -155,8 +155,6 @@ pub enum Input<G, L> {
         cause: EndCause,
         on_panic: OnPanic,
     },
-    /// What only a living QEMU can tell about the crash is read, or cannot be.
-    Harvested,
     /// The guest's watchdog resets it.
     WatchdogResets,
     /// QEMU breaks its protocol.
@@ -192,7 +190,7 @@ pub enum Action<G, L> {
     /// Record that the guest did not shut down in time.
     TellPowerCut,
     KillQemu,
-    /// Read what only a living QEMU can tell about a crash, if the guest can be dumped. Then `Harvested`.
+    /// Read what only a living QEMU can tell about a crash, if the guest can be dumped.
     Harvest,
     /// Note the images before it is recorded that the guest is paused for good.
     NoteIdleDisks,

@@ -101,7 +101,6 @@ impl<G> Running<G> {
                 self.cause.get_or_insert(ordered.unwrap_or(cause));
             }
             Input::Crashes { cause, on_panic } => actions = self.crash(cause, on_panic),
-            Input::Harvested => actions.push(Action::KillQemu),
             Input::WatchdogResets => self.cause = Some(EndCause::Watchdog),
             Input::Misbehaves => actions.push(self.kill(EndCause::QemuDied)),
             Input::Ended { how, rehearses } => return self.end(how, rehearses),
@@ -139,10 +138,7 @@ impl<G> Running<G> {
 
     fn crash<L>(&mut self, cause: EndCause, on_panic: OnPanic) -> Vec<Action<G, L>> {
         let mut actions = match on_panic {
-            OnPanic::DumpAndRecover => {
-                self.cause.get_or_insert(cause);
-                return vec![Action::Harvest];
-            }
+            OnPanic::DumpAndRecover => return vec![Action::Harvest, self.kill(cause)],
             OnPanic::Recover => return vec![self.kill(cause)],
             OnPanic::Dump => vec![Action::DumpLiving],
             OnPanic::Pause => vec![],

@@ -65,7 +65,7 @@ const TABLE: &str = "
     running                 | continued                                           | same
     running                 | saved to stop                                       | running, stop at 60 s, stop was ordered; kill QEMU
     running                 | shuts down                                          | running, guest powered off
-    running                 | crashes to dump and recover                         | running, guest panicked; harvest
+    running                 | crashes to dump and recover                         | running, guest panicked; harvest, kill QEMU
     running                 | crashes to recover                                  | running, guest panicked; kill QEMU
     running                 | crashes to dump                                     | paused, guest panicked; note idle disks, dump it
     running                 | crashes to pause                                    | paused, guest panicked; note idle disks
@@ -84,7 +84,7 @@ const TABLE: &str = "
     ending | paused                         | paused, guest powered off
     ending | continued, shuts down          | same
     ending | saved to stop                  | running, stop at 60 s, guest powered off; kill QEMU
-    ending | crashes to dump and recover    | same; harvest
+    ending | crashes to dump and recover    | same; harvest, kill QEMU
     ending | crashes to recover, misbehaves | same; kill QEMU
     ending | crashes to dump                | paused, guest panicked; note idle disks, dump it
     ending | crashes to pause               | paused, guest panicked; note idle disks
@@ -101,7 +101,7 @@ const TABLE: &str = "
     paused | continued                   | running
     paused | saved to stop               | running, stop at 60 s, stop was ordered; kill QEMU
     paused | shuts down                  | paused, guest powered off
-    paused | crashes to dump and recover | paused, guest panicked; harvest
+    paused | crashes to dump and recover | paused, guest panicked; harvest, kill QEMU
     paused | crashes to recover          | paused, guest panicked; kill QEMU
     paused | crashes to dump             | paused, guest panicked; note idle disks, dump it
     paused | crashes to pause            | paused, guest panicked; note idle disks
@@ -122,7 +122,7 @@ const TABLE: &str = "
     rebooting           | paused                                             | paused, reboot within 30 s
     rebooting           | saved to stop                                      | running, stop within 60 s, stop was ordered; kill QEMU
     rebooting           | shuts down                                         | running, reboot within 30 s, reboot was ordered
-    rebooting           | crashes to dump and recover                        | running, reboot within 30 s, guest panicked; harvest
+    rebooting           | crashes to dump and recover                        | running, reboot within 30 s, guest panicked; harvest, kill QEMU
     rebooting           | crashes to recover                                 | running, reboot within 30 s, guest panicked; kill QEMU
     rebooting           | crashes to dump                                    | running, reboot within 30 s, guest panicked; dump it
     rebooting           | crashes to pause                                   | running, reboot within 30 s, guest panicked
@@ -140,7 +140,7 @@ const TABLE: &str = "
     stopping | paused                             | paused, stop within 30 s
     stopping | saved to stop                      | running, stop within 60 s, stop was ordered; kill QEMU
     stopping | shuts down                         | running, stop within 30 s, stop was ordered
-    stopping | crashes to dump and recover        | running, stop within 30 s, guest panicked; harvest
+    stopping | crashes to dump and recover        | running, stop within 30 s, guest panicked; harvest, kill QEMU
     stopping | crashes to recover                 | running, stop within 30 s, guest panicked; kill QEMU
     stopping | crashes to dump                    | running, stop within 30 s, guest panicked; dump it
     stopping | crashes to pause                   | running, stop within 30 s, guest panicked
@@ -149,8 +149,7 @@ const TABLE: &str = "
     stopping | time is up                         | running, stop at 160 s, stop was ordered; tell power cut, kill QEMU
     stopping | ended, rehearsal ended             | dumping, told to stop; bury last after: QEMU died, wait for dumps
 
-    running, ending, paused, rebooting, stopping | harvested | same; kill QEMU
-    running, ending, paused, rebooting, stopping | parked    | stopped; leave parked
+    running, ending, paused, rebooting, stopping | parked | stopped; leave parked
 
     recovering, rebooted, retrying | orders                                     | same; refuse
     recovering, rebooted, retrying | guest's, dumps over, too early, time is up | same
@@ -208,7 +207,7 @@ const GROUPS: [(&str, &str); 3] = [
     (
         "guest's",
         "reboot found, stop found, paused, continued, saved to stop, shuts down, crashes to dump and recover, \
-         crashes to recover, crashes to dump, crashes to pause, harvested, watchdog resets, misbehaves, ended, rehearsal ended, parked",
+         crashes to recover, crashes to dump, crashes to pause, watchdog resets, misbehaves, ended, rehearsal ended, parked",
     ),
     ("recovery's", "start fails, buried, buried in a loop"),
 ];
@@ -295,7 +294,6 @@ fn inputs(now: Instant) -> Vec<(&'static str, Input<Guest, Launch>)> {
         ("crashes to recover", crashes(OnPanic::Recover)),
         ("crashes to dump", crashes(OnPanic::Dump)),
         ("crashes to pause", crashes(OnPanic::Pause)),
-        ("harvested", Input::Harvested),
         ("watchdog resets", Input::WatchdogResets),
         ("misbehaves", Input::Misbehaves),
         ("ended", ended(false)),
@@ -467,13 +465,12 @@ fn orders_lead_to_nothing_that_can_fail() {
         for (input_name, input) in inputs(start).into_iter().filter(|(name, _)| certain.contains(name)) {
             let (state_name, state) = states(start).swap_remove(number);
             let can_fail = |action: &Action<Guest, Launch>| {
-                use Action::{Bury, BuryLast, CleanUp, Harvest, LeaveParked, LetRun, StartNext, WaitForDumps};
+                use Action::{Bury, BuryLast, CleanUp, LeaveParked, LetRun, StartNext, WaitForDumps};
                 matches!(
                     action,
                     Bury { .. }
                         | BuryLast { .. }
                         | CleanUp
-                        | Harvest
                         | LeaveParked { .. }
                         | LetRun { .. }
                         | StartNext
