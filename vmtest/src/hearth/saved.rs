@@ -37,7 +37,7 @@ impl SavedGuest {
         save: impl FnOnce(&Path) -> Result<()>,
     ) -> Result<Self> {
         let folder = parent.join(format!("{:016x}", hash_of(description)));
-        let stamp = stamp_of(description, programs)?;
+        let stamp = stamp_of(programs)?;
         at("create", &folder, fs::create_dir_all(&folder))?;
         let path = folder.join("lock");
         let lock = at("open", &path, File::create(&path))?;
@@ -73,9 +73,9 @@ fn remake(folder: &Path, stamp: &str, save: impl FnOnce(&Path) -> Result<()>) ->
     at("write", &stamp_file, fs::write(&stamp_file, stamp))
 }
 
-/// A hash of the description, and path, size and time of each program.
-fn stamp_of(description: &str, programs: &[PathBuf]) -> Result<String> {
-    let mut stamp = format!("{:016x}\n", hash_of(description));
+/// Path, size and time of each program.
+fn stamp_of(programs: &[PathBuf]) -> Result<String> {
+    let mut stamp = String::new();
     for path in programs {
         let file = at("look at", path, fs::metadata(path))?;
         stamp += &format!("{} {} {}.{:09}\n", path.display(), file.len(), file.mtime(), file.mtime_nsec());

@@ -149,22 +149,31 @@ fn keeper_answers_during_save_and_paused_dump() {
     }
 }
 
+/// Whether a start is held at its next step. If not, the machine runs. One that is held answers that it is starting.
+#[track_caller]
+fn is_held_while_starting(bed: &Bed, keeper: &Keeper<'_>, step: usize) -> bool {
+    let runs = || keeper.api().ask("GET", "/v1/status", "").is_some_and(|(_, status)| status["state"] == "running");
+    assert!(wait(patience(1), || bed.hand.held().is_some() || runs()), "step {step}: {}", keeper.said());
+    let is_held = bed.hand.held().is_some();
+    if is_held {
+        let status = status(keeper);
+        assert!(status["state"] == "starting" && status["state_why"].is_string(), "step {step}: {status}");
+        must_not_have_stalled(&status, step);
+    }
+    is_held
+}
+
 /// Stops a machine at each step of its first start. `ends`: the stop ends the start, and need not wait for QEMU.
 #[track_caller]
 fn check_first_start(bed: &Bed, begin: &dyn Fn(&Bed) -> Keeper<'_>, ends: bool) {
     for step in 1..STEPS_MAX {
         bed.hand.arm(Some(step));
         let mut keeper = begin(bed);
-        let runs = || keeper.api().ask("GET", "/v1/status", "").is_some_and(|(_, status)| status["state"] == "running");
-        assert!(wait(patience(1), || bed.hand.held().is_some() || runs()), "step {step}: {}", keeper.said());
-        if bed.hand.held().is_none() {
+        if !is_held_while_starting(bed, &keeper, step) {
             assert!(step > 2, "a start has more commands than that");
             assert_eq!(post(&keeper, "/v1/stop", r#"{"force": true}"#).0, 200);
             return must_end(bed, &mut keeper);
         }
-        let status = status(&keeper);
-        assert!(status["state"] == "starting" && status["state_why"].is_string(), "step {step}: {status}");
-        must_not_have_stalled(&status, step);
         for (path, body) in [("/v1/reboot", "{}"), ("/v1/crash", "{}"), ("/v1/disks/root/resize", "{}")] {
             let (number, answer) = post(&keeper, path, body);
             let why = answer["message"].as_str().unwrap_or_default();
@@ -175,7 +184,7 @@ fn check_first_start(bed: &Bed, begin: &dyn Fn(&Bed) -> Keeper<'_>, ends: bool) 
         }
         assert_eq!(post(&keeper, "/v1/stop", r#"{"force": true}"#).0, 200, "step {step}");
         if !ends {
-            assert_eq!(self::status(&keeper)["state"], "stopping", "step {step}");
+            assert_eq!(status(&keeper)["state"], "stopping", "step {step}");
             bed.hand.release("go");
         }
         must_end(bed, &mut keeper);
@@ -222,14 +231,7 @@ fn keeper_answers_at_each_step_of_a_restore() {
     for step in 1..STEPS_MAX {
         bed.hand.arm(Some(step));
         let mut keeper = restore();
-        let runs = || keeper.api().ask("GET", "/v1/status", "").is_some_and(|(_, status)| status["state"] == "running");
-        assert!(wait(patience(1), || bed.hand.held().is_some() || runs()), "step {step}: {}", keeper.said());
-        let is_held = bed.hand.held().is_some();
-        if is_held {
-            let status = status(&keeper);
-            assert!(status["state"] == "starting" && status["state_why"].is_string(), "step {step}: {status}");
-            must_not_have_stalled(&status, step);
-        }
+        let is_held = is_held_while_starting(&bed, &keeper, step);
         assert_eq!(post(&keeper, "/v1/stop", r#"{"force": true}"#).0, 200, "step {step}");
         // A guest that is there already runs before it is stopped.
         if bed.hand.heard().last().is_some_and(|command| command == "cont") {

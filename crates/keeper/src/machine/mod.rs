@@ -32,7 +32,7 @@
 //!
 //! Starting a guest takes long: threads do it step by step (`start`, `launch_job`), and the loop answers meanwhile. A machine that is
 //! told to stop while a guest is starting goes to Dumping once that has ended; a guest that exists already runs first. Only the
-//! take-over comes before the loop: it takes milliseconds, unless QEMU hangs.
+//! take-over comes before the loop, which then waits for a QEMU that hangs.
 //!
 //! A machine that crashes again and again, or whose next QEMU does not start, waits in Recovering before its next start
 //! (`crash_loop`).
