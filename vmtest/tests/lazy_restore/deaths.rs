@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use hearth_recovery::lazy_restore::Step;
 use hearth_vmtest::{Disk, Drives, Result, TestVm, artifacts, patience, processes};
 use loopback_s3::Wire;
+use serde_json::Value;
 
 use super::faults::saved;
 use super::object_store::Stand;
@@ -77,6 +78,33 @@ fn next_keeper_restores_the_missing_memory() -> Result<()> {
     clone.wait_status("touched pages", |status| status["restore"]["pages_lazy"].as_u64() > Some(2000))?;
     clone.restart_keeper()?;
     comes_whole(&clone, verifying, &nonce)
+}
+
+#[test]
+fn guest_silent_to_its_next_keeper_boots_without_the_restore() -> Result<()> {
+    const WRITES: &str = "dd if=/dev/urandom of=/dev/vda bs=64k count=16 conv=fsync 2>&1";
+    let vm = TestVm::busybox("silent").disk(Disk::empty(16)).running()?;
+    let snapshot = vm.folder().join("snapshot");
+    fill(&vm, 64)?;
+    vm.save_and_stop(&snapshot)?;
+    // A trace prevents the backfill, so that the next keeper continues the restore.
+    let clone = vm.restore(&snapshot, "mute", &["--trace", "600"])?;
+    clone.wait_running()?;
+    clone.freeze_qemu()?;
+    // Without its socket nobody waits a minute for QEMU.
+    let socket = clone.folder().join("run").join(clone.name()).join("qmp-1.sock");
+    fs::remove_file(socket).expect("QEMU listens there");
+    clone.restart_keeper()?;
+    let cut = clone.wait_event("power_cut", |event| event["kind"] == "power_cut")?;
+    assert!(cut["why"].as_str().is_some_and(|why| why.ends_with("stopped by SIGSTOP or a debugger")), "{cut}");
+    clone.wait_boots(1)?;
+    assert_eq!(clone.status()?["restore"], Value::Null);
+    clone.sh(WRITES)?;
+    // The note of the restore is gone too.
+    clone.restart_keeper()?;
+    clone.wait_running()?;
+    clone.await_console()?;
+    clone.sh(WRITES).map(drop)
 }
 
 #[test]

@@ -349,7 +349,7 @@ fn nvram_is_parked_with_its_guest() -> Result<()> {
 
 #[test]
 fn parked_guest_is_kept_until_problem_is_fixed() -> Result<()> {
-    let vm = machine("patient").boot()?;
+    let vm = machine("patient").running()?;
     let nonce = vm.nonce()?;
     park(&vm)?;
     let qemu = artifacts::qemu()?;
@@ -402,7 +402,7 @@ fn guest_continues_after_keeper_dies_while_parking() -> Result<()> {
 
 #[test]
 fn guest_is_kept_when_keeper_dies_resuming() -> Result<()> {
-    let vm = machine("wakes").boot()?;
+    let vm = machine("wakes").running()?;
     let nonce = vm.nonce()?;
     for phase in ResumePhase::ALL {
         let name = phase.name();

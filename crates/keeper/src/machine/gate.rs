@@ -195,11 +195,17 @@ impl GuestMemory {
         })
     }
 
-    /// Removes the gate of a QEMU that has ended.
-    pub fn drop_gate(&mut self, warm: &WarmReboot, disks: &Disks) {
-        if self.gate.take().is_some() {
+    /// Ends what gave memory to a QEMU that has ended: its gate and its restore.
+    pub fn end(&mut self, context: &mut Context, warm: &WarmReboot, disks: &Disks) {
+        let (gate, restoring) = (self.gate.take(), self.restoring.take());
+        if gate.is_some() {
             warm.monitor.consider(None);
-            disks.set_gate(self.disk_gate());
+        }
+        if restoring.is_some() {
+            context.journal.restore = None;
+        }
+        if gate.is_some() || restoring.is_some() {
+            disks.set_gate(None);
         }
     }
 
@@ -239,15 +245,6 @@ impl GuestMemory {
         }
         if let Some(restoring) = self.restoring {
             restoring.leave();
-        }
-    }
-
-    /// Ends the restore of a QEMU that is gone.
-    pub fn drop_restore(&mut self, context: &mut Context, disks: &Disks) {
-        if let Some(restoring) = self.restoring.take() {
-            drop(restoring);
-            disks.set_gate(self.disk_gate());
-            context.journal.restore = None;
         }
     }
 }

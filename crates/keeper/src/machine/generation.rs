@@ -4,6 +4,7 @@
 //! run (the loop): the guest boots; a successor and the QEMU of a restore wait for a guest that is given to them
 //! adopt (a dead keeper's QEMU): find the process -> QMP -> watch
 
+use std::fs;
 use std::io;
 use std::os::fd::RawFd;
 use std::sync::Arc;
@@ -118,8 +119,8 @@ pub enum LaunchError {
     Binary(#[from] BinaryError),
     #[error(transparent)]
     Process(#[from] ProcessError),
-    #[error("QEMU does not respond; its last message: {}", .last_words.as_deref().unwrap_or("(none)"))]
-    Silent { last_words: Option<String>, source: QmpError },
+    #[error("QEMU does not respond{stopped}; its last message: {}", .last_words.as_deref().unwrap_or("(none)"))]
+    Silent { last_words: Option<String>, stopped: &'static str, source: QmpError },
     #[error(transparent)]
     Disk(#[from] ServerError),
     #[error("QEMU cannot run its guest")]
@@ -299,10 +300,11 @@ impl Generation {
         let qmp = match qmp {
             Ok(qmp) => qmp,
             Err(source) => {
+                let stopped = stopped_by_whom(identity.pid);
                 process.kill();
                 // Collects the ended process. If no thread can be created, the keeper's end does.
                 let _ = process.watch(|_| {});
-                return Err(LaunchError::Silent { last_words: process.last_words(), source });
+                return Err(LaunchError::Silent { last_words: process.last_words(), stopped, source });
             }
         };
         // A QEMU that answers has opened its log.
@@ -438,4 +440,14 @@ impl Generation {
 
 fn peer(id: ProcessId) -> Peer {
     Peer { pid: id.pid, start_ticks: id.start_ticks }
+}
+
+/// Says whether the process is stopped, which would explain why it does not answer.
+fn stopped_by_whom(pid: u32) -> &'static str {
+    let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
+    let state = status.lines().find_map(|line| line.strip_prefix("State:"));
+    match state.and_then(|state| state.trim_start().chars().next()) {
+        Some('T' | 't') => ": it is stopped by SIGSTOP or a debugger",
+        _ => "",
+    }
 }

@@ -62,7 +62,6 @@ impl Machine {
         self.give_up_hop("QEMU, which was to be replaced, has ended");
         self.saves.forget_frozen(&mut self.context);
         self.fast_remount.boot_cut_off();
-        self.memory.drop_gate(&self.warm_reboot, &self.disks);
         self.disks.expect_nobody();
         self.crash_recovery.last_end = Some(cause);
         self.context.record(EventKind::QemuExited { generation: generation.number, how });
@@ -75,7 +74,7 @@ impl Machine {
         self.context.journal.guest = GuestNote::Runs;
         self.crash_recovery.end_living_dump(&self.context, "the guest ended during the dump");
         self.note_death(&incarnation, cause);
-        self.memory.drop_restore(&mut self.context, &self.disks);
+        self.memory.end(&mut self.context, &self.warm_reboot, &self.disks);
         incarnation
     }
 
@@ -156,7 +155,7 @@ impl Machine {
     /// The incarnation that did not begin: the next one has its number.
     pub(super) fn discard_unused(&mut self) {
         self.fast_remount.boot_cut_off();
-        self.memory.drop_gate(&self.warm_reboot, &self.disks);
+        self.memory.end(&mut self.context, &self.warm_reboot, &self.disks);
         self.disks.expect_nobody();
         self.warm_reboot.monitor.watch(None);
         self.context.folders.discard_generation(self.context.journal.generation);
@@ -394,8 +393,7 @@ impl Machine {
         self.kill_qemu();
         self.give_up_hop("the machine failed");
         self.disks.backfill.set_conduct(Conduct::Refuse);
-        self.memory.drop_gate(&self.warm_reboot, &self.disks);
-        self.memory.drop_restore(&mut self.context, &self.disks);
+        self.memory.end(&mut self.context, &self.warm_reboot, &self.disks);
         self.tell_state();
         self.see_dumps_through();
         // Without keeper and QEMU the next start is cold, so the memory would only be held for nothing; unless a guest

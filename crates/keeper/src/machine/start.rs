@@ -205,7 +205,7 @@ impl Machine {
     pub(super) fn give_up_launch(&mut self, start: Start) {
         let Step { has, restores, .. } = start.step;
         drop(start.then);
-        self.memory.drop_restore(&mut self.context, &self.disks);
+        self.memory.end(&mut self.context, &self.warm_reboot, &self.disks);
         if restores {
             self.memory.restore_was_cancelled = true;
         }

@@ -8,7 +8,6 @@
 //! keeper's note, and blocks of a changed image are dropped (`images`). If QEMU is dead too, the ember cannot be
 //! trusted, because nobody saw the end of the guest's last writes. Then the machine starts cold.
 
-use std::fs;
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -71,7 +70,7 @@ impl Machine {
             UserfaultOr::Userfault(userfault) => userfault,
             UserfaultOr::Stuck(why) => {
                 tracing::error!(why, "cannot grant memory to the guest any more; ending it");
-                return self.give_up_on(identity.pid);
+                return self.give_up_on(identity.pid, "");
             }
         };
         // Serve the disks first: QEMU may be waiting for them, and QMP with it.
@@ -80,7 +79,7 @@ impl Machine {
         self.disks.admit(&self.context, identity.pid);
         let pid = identity.pid;
         let mut generation = match Generation::adopt(&self.context, process, identity, userfault) {
-            Err(LaunchError::Silent { .. }) => return self.give_up_on(pid),
+            Err(LaunchError::Silent { stopped, .. }) => return self.give_up_on(pid, stopped),
             adopted => adopted?,
         };
         // QEMU lives, so the guest continues here, whatever a note says.
@@ -128,13 +127,13 @@ impl Machine {
     }
 
     /// Gives up a QEMU that does not answer, and ends it. A cold start follows.
-    fn give_up_on(&mut self, pid: u32) -> Result<bool, MachineError> {
-        let why = format!("its QEMU (pid {pid}) does not respond to its new keeper{}", stopped_by_whom(pid));
+    fn give_up_on(&mut self, pid: u32, stopped: &str) -> Result<bool, MachineError> {
+        let why = format!("its QEMU (pid {pid}) does not respond to its new keeper{stopped}");
         self.context.record(EventKind::PowerCut { why });
         if !hearth_qemu::kill_stray(pid) {
             tracing::error!(pid, "QEMU does not exit; the machine may not start");
         }
-        self.memory.drop_gate(&self.warm_reboot, &self.disks);
+        self.memory.end(&mut self.context, &self.warm_reboot, &self.disks);
         self.disks.backfill.set_conduct(Conduct::Refuse);
         std::mem::take(&mut self.disks.servers).into_iter().for_each(DiskServer::stop);
         self.disks.backfill.set_conduct(Conduct::Wait);
@@ -233,16 +232,6 @@ impl Machine {
     }
 }
 
-/// Says whether the process is stopped, which would explain why it does not answer.
-fn stopped_by_whom(pid: u32) -> &'static str {
-    let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
-    let state = status.lines().find_map(|line| line.strip_prefix("State:"));
-    match state.and_then(|state| state.trim_start().chars().next()) {
-        Some('T' | 't') => ": it is stopped by SIGSTOP or a debugger",
-        _ => "",
-    }
-}
-
 /// Refuses other disks: a mounted file system must not get another image.
 fn must_serve_the_same_disks(journal: &Journal, config: &Config, qemu_pid: u32) -> Result<(), MachineError> {
     let Some(what) = difference(&journal.disks, &launch::disk_identities(config)) else { return Ok(()) };
@@ -274,6 +263,8 @@ fn difference(has: &[DiskIdentity], gets: &[DiskIdentity]) -> Option<String> {
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
+
     use super::*;
 
     fn disk(name: &str, path: &str) -> DiskIdentity {
