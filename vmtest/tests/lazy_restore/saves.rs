@@ -60,7 +60,14 @@ fn cancelled_save_leaves_guest_unchanged_and_no_files() -> Result<()> {
         }
     }
     assert!(cancelled, "each of five saves completed before its cancellation");
-    verify(&vm)
+    verify(&vm)?;
+    // A stop ends a save too.
+    let folder = vm.folder().join("stopped");
+    begin_save(&vm, &folder)?;
+    let stopped = vm.cli_output(&["stop", vm.name(), "--force"])?;
+    assert_eq!((stopped.status, vm.wait_keeper_end()?.code()), (0, Some(0)), "{}", stopped.text());
+    assert_eq!(folder.exists(), Snapshot::open(&folder).is_ok());
+    Ok(())
 }
 
 /// A file system that can be made to hang: processes that write to it wait.
