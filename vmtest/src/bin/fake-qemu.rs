@@ -10,6 +10,7 @@
 //!                say TIMES JSON-STRING send this text TIMES times (0: until the connection closes), then carry out the command
 //!                hand KIND             send events with descriptors of this kind (see `handed`), then carry out the command
 //! test -> fake   guest reset|panic|off|watchdog        at any time: what the guest does
+//!                guest panic-again     its QEMU repeats that it has crashed
 //!                guest write-through   it switches its write cache off; later lines wait until the disks have heard of it
 //! ```
 //! Without a test it carries out everything at once. It exits when the test does.
@@ -236,6 +237,7 @@ impl Machine {
                 self.event("GUEST_PANICKED", json!({ "action": "pause" }));
                 self.event("STOP", json!({}));
             }
+            "panic-again" => self.event("GUEST_PANICKED", json!({ "action": "pause" })),
             "watchdog" if runs => {
                 self.enter("watchdog");
                 self.event("WATCHDOG", json!({ "action": "pause" }));

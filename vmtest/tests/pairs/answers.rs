@@ -1,5 +1,7 @@
 //! A keeper whose QEMU hangs answers all the same: what waits for QEMU is on a thread of its own.
 
+use std::fs::Permissions;
+use std::os::unix::fs::PermissionsExt;
 use std::time::{Duration, Instant};
 
 use hearth_vmtest::patience;
@@ -11,6 +13,8 @@ use crate::machine::{Bed, Keeper, NAMES, wait};
 const AT_ONCE: Duration = Duration::from_secs(3);
 /// More than a park has QMP commands.
 const STEPS_MAX: usize = 40;
+/// How often a QEMU repeats that its guest has crashed.
+const REPEATS: usize = 5;
 
 fn status(keeper: &Keeper<'_>) -> Value {
     let asked = Instant::now();
@@ -38,6 +42,13 @@ fn parks_until(bed: &Bed, keeper: &Keeper<'_>, step: usize) -> bool {
     assert_eq!(post(keeper, "/v1/park", "{}").0, 200);
     wait(patience(1), || bed.hand.held().is_some() || keeper.api().ask("GET", "/v1/status", "").is_none());
     bed.hand.held().is_some()
+}
+
+/// Number of a keeper's threads whose names begin like this.
+fn threads(keeper: &Keeper<'_>, name: &str) -> usize {
+    let tasks = std::fs::read_dir(format!("/proc/{}/task", keeper.pid())).into_iter().flatten().flatten();
+    let names = tasks.filter_map(|task| std::fs::read_to_string(task.path().join("comm")).ok());
+    names.filter(|found| found.starts_with(name)).count()
 }
 
 /// Of this kind, since the keeper was started first.
@@ -245,4 +256,45 @@ fn keeper_answers_at_each_step_of_a_restore() {
         bed.hand.release("go");
     }
     panic!("a restore with {STEPS_MAX} commands");
+}
+
+#[test]
+fn keeper_answers_while_registers_are_read() {
+    let bed = Bed::make();
+    let mut keeper = bed.running();
+    bed.hand.arm(Some(1));
+    bed.hand.guests("panic");
+    assert!(wait(patience(1), || bed.hand.held().is_some()), "no registers are asked for");
+    for _ in 0..REPEATS {
+        bed.hand.guests("panic-again");
+    }
+    let is_told = || events(&bed, "guest_panicked").len() == REPEATS + 1;
+    assert!(wait(patience(1), is_told), "{:?}", events(&bed, "guest_panicked"));
+    assert_eq!(threads(&keeper, "harvest-"), 1);
+    let status_now = status(&keeper);
+    assert!(bed.hand.held().is_some() && status_now["incarnation"] == 1, "{status_now}");
+    // QEMU is waited for twice as long.
+    let stall_ms = status_now["keeper"]["loop_stall_ms_max"].as_f64();
+    assert!(stall_ms.is_some_and(|stall_ms| stall_ms < 1e3), "{stall_ms:?}");
+    bed.hand.release("go");
+    assert!(wait(patience(1), || status(&keeper)["incarnation"] == 2), "{}", status(&keeper));
+    assert_eq!(events(&bed, "registers_taken").len(), 1);
+    assert_eq!(post(&keeper, "/v1/stop", r#"{"force": true}"#).0, 200);
+    must_end(&bed, &mut keeper);
+}
+
+#[test]
+fn keeper_answers_while_it_asks_another_program() {
+    let bed = Bed::make();
+    let mut keeper = bed.running();
+    let (program, begun) = (bed.path("slow"), bed.path("begun"));
+    std::fs::write(&program, format!("#!/bin/sh\n: > {begun:?}\nexec sleep 9\n")).expect("a new file");
+    std::fs::set_permissions(&program, Permissions::from_mode(0o755)).expect("it is ours");
+    let (api, body) = (keeper.api(), format!(r#"{{"program": {program:?}}}"#));
+    let asker = std::thread::spawn(move || api.ask("POST", "/v1/upgrade-keeper", &body));
+    assert!(wait(patience(1), || begun.exists()), "the program is not asked");
+    must_not_have_stalled(&status(&keeper), 1);
+    assert_eq!(post(&keeper, "/v1/stop", r#"{"force": true}"#).0, 200);
+    must_end(&bed, &mut keeper);
+    assert!(asker.join().is_ok());
 }

@@ -11,6 +11,7 @@ use hearth_api::ApiError;
 use hearth_qemu::QmpEvent;
 
 use crate::control::{Command, Reply};
+use crate::upgrade::Successor;
 pub use message::{
     AdmissionMessage, BackfillMessage, DumpMessage, MemoryMessage, ParkMessage, ReadinessMessage, RestoreMessage,
     SaveMessage, ThawMessage,
@@ -41,12 +42,17 @@ pub enum Event {
     Disk { disk: String, notice: hearth_disk::server::Notice },
     /// QEMU has paused its guest for a dump (`held`), or need not, and given its registers.
     ReadyToDump { generation: u32, held: Result<(), String>, registers: Result<Vec<u8>, String> },
+    /// QEMU has given the registers of its crashed guest, or has not, for this reason. It may end now.
+    Harvested { generation: u32, began: Instant, registers: Result<Vec<u8>, String> },
     /// A guest that stood still for a save or a dump has gone on. `why`: it has not, for this reason.
     WentOn { generation: u32, what: &'static str, at: Instant, why: Option<String> },
     /// Message from the save with this number.
     Save { number: u64, message: SaveMessage },
     /// The disks are flushed, or not, for a park or a check whether the guest can be parked, which is answered here.
     Flushed { generation: u32, check: bool, flushed: Result<(), ApiError>, answer: Reply },
+    /// The program that is to replace this keeper, or why it cannot. `incarnation` lived when it was asked. The request is answered
+    /// by the loop.
+    Successor { incarnation: u32, successor: Result<Box<Successor>, ApiError>, answer: Reply },
     /// Message from the thread of a park.
     Park { generation: u32, message: ParkMessage },
     /// Message from the thread that thaws the guest's file systems.

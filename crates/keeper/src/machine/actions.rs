@@ -71,7 +71,7 @@ impl Machine {
                 self.context.record(EventKind::PowerCut { why });
             }
             Action::KillQemu => self.kill_qemu(),
-            Action::Harvest => self.harvest(),
+            Action::Harvest => return self.harvest(),
             Action::NoteIdleDisks => self.disks.note_idle(&self.context, &self.warm_reboot),
             Action::DumpLiving => self.dump_crashed(),
             Action::Bury { guest, how, cause, cold } => return self.bury(guest, how, cause, cold),

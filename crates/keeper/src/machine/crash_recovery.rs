@@ -132,27 +132,40 @@ impl Machine {
         }
     }
 
-    /// Reads what only a living QEMU can tell. If QEMU hangs or lies, only the registers are lost.
-    pub(super) fn harvest(&mut self) {
+    /// Has a thread read what only a living QEMU can tell; `harvested` follows. If QEMU hangs or lies, only the registers are lost.
+    pub(super) fn harvest(&mut self) -> Result<(), MachineError> {
         if !can_dump(&self.context, &self.memory) {
-            return;
+            return self.happens(Input::Harvested);
         }
-        let Some(life) = self.state.guest() else { return };
-        let (began, incarnation) = (Instant::now(), life.incarnation.number);
-        let registers = life.generation.qmp.registers(HARVEST_PATIENCE).map_err(|error| crate::chain(&error));
+        let Some(life) = self.state.guest() else { return Ok(()) };
+        let (began, incarnation, generation) = (Instant::now(), life.incarnation.number, life.generation.number);
+        let (tell, qmp) = (self.context.outside.tell.clone(), life.generation.qmp.clone());
+        CrashRecovery::note_dump(&mut self.context, incarnation);
+        let ask = move || {
+            let registers = qmp.registers(HARVEST_PATIENCE).map_err(|error| crate::chain(&error));
+            // Fails only when the loop is gone.
+            let _ = tell.send(Event::Harvested { generation, began, registers });
+        };
+        match std::thread::Builder::new().name(format!("harvest-{}", self.context.config.name)).spawn(ask) {
+            Ok(_) => Ok(()),
+            Err(error) => self.harvested(began, Err(format!("cannot start a thread: {error}"))),
+        }
+    }
+
+    /// QEMU has told all that is needed of it.
+    pub(super) fn harvested(&mut self, began: Instant, registers: Result<Vec<u8>, String>) -> Result<(), MachineError> {
         let took = began.elapsed();
         let kept = registers.and_then(|bytes| {
-            let path = self.context.folders.registers(incarnation);
-            fs::write(&path, &bytes)
-                .map(|()| bytes.len() as u64)
-                .map_err(|error| format!("{}: {error}", path.display()))
+            let path = self.context.folders.registers(self.context.journal.incarnation);
+            let written = fs::write(&path, &bytes).map_err(|error| format!("{}: {error}", path.display()));
+            written.map(|()| bytes.len() as u64)
         });
         self.crash_recovery.harvest = Some(Harvest { began, took });
         self.context.record(match kept {
             Ok(bytes) => EventKind::RegistersTaken { bytes, duration_ms: took.as_secs_f64() * 1e3 },
             Err(why) => EventKind::DumpWarning { message: format!("no registers: {why}") },
         });
-        CrashRecovery::note_dump(&mut self.context, incarnation);
+        self.happens(Input::Harvested)
     }
 
     /// Notes a dump, without registers, of a guest whose QEMU died by itself.

@@ -90,7 +90,7 @@ impl Machine {
             false => None,
         };
         self.recovery.timeline = Some(Timeline::start(dead.number + 1, cause, why_cold.clone()));
-        self.harvested();
+        self.record_harvest();
         self.phase(Phase::Drain, |machine| machine.warm_reboot.succession(&machine.disks.servers).drain())?;
         self.disks.backfill.set_conduct(Conduct::Wait);
         let hold = self.hold_for(&dead);
@@ -176,7 +176,7 @@ impl Machine {
     }
 
     /// Records the phase that preceded QEMU's end.
-    fn harvested(&mut self) {
+    fn record_harvest(&mut self) {
         let Some(Harvest { began, took }) = self.crash_recovery.harvest.take() else { return };
         if let Some(timeline) = &mut self.recovery.timeline {
             timeline.began(began);

@@ -369,6 +369,14 @@ impl Machine {
                 self.flushed(generation, check, flushed, &answer);
                 Ok(())
             }
+            Event::Successor { incarnation, successor, answer } => {
+                self.successor_says(incarnation, successor, &answer);
+                Ok(())
+            }
+            Event::Harvested { generation, began, registers } if self.is_current(generation) => {
+                self.harvested(began, registers)
+            }
+            Event::Harvested { .. } => Ok(()),
             Event::Park { generation, message } => self.park_says(generation, message),
             Event::ReadyToDump { generation, held, registers } => {
                 self.ready_to_dump(generation, held, registers);

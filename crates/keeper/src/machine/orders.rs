@@ -63,7 +63,8 @@ impl Machine {
             Order::DumpDiscard(_) => self.accept("discard the dump", Self::discard_dumps),
             Order::Rejuvenate(_) => self.accept("rejuvenate", |machine| machine.may_rejuvenate()),
             Order::UpgradeKeeper(request) => {
-                self.accept("upgrade the keeper", |machine| machine.begin_upgrade(&request))
+                let begun = self.accept("upgrade the keeper", |machine| machine.begin_upgrade(request, answer));
+                return begun.err().map(Err);
             }
             Order::Park(request) => {
                 return self.accept("park", |machine| machine.flush_to_park(request.check, answer)).err().map(Err);

@@ -66,6 +66,8 @@ pub struct Running<G> {
     /// Whether the guest is paused, and why.
     pub pause: Option<Pause>,
     pub order: Option<Order>,
+    /// The guest crashed, and QEMU is asked for its registers, once: then it is killed.
+    pub is_harvested: bool,
 }
 
 pub struct Pause {
@@ -155,6 +157,8 @@ pub enum Input<G, L> {
         cause: EndCause,
         on_panic: OnPanic,
     },
+    /// What only a living QEMU can tell about the crash is read, or cannot be.
+    Harvested,
     /// The guest's watchdog resets it.
     WatchdogResets,
     /// QEMU breaks its protocol.
@@ -190,7 +194,7 @@ pub enum Action<G, L> {
     /// Record that the guest did not shut down in time.
     TellPowerCut,
     KillQemu,
-    /// Read what only a living QEMU can tell about a crash, if the guest can be dumped.
+    /// Read what only a living QEMU can tell about a crash, if the guest can be dumped. Then `Harvested`.
     Harvest,
     /// Note the images before it is recorded that the guest is paused for good.
     NoteIdleDisks,
@@ -376,12 +380,16 @@ impl<G, L> State<G, L> {
 
     /// Whether the guest runs and no request ends it.
     pub fn is_undisturbed(&self) -> bool {
-        self.shown() == MachineState::Running && !self.has_order()
+        self.shown() == MachineState::Running && !self.has_order() && !self.is_harvested()
     }
 
     /// Whether QEMU has reported that the running guest is about to end.
     pub fn is_ending(&self) -> bool {
-        matches!(self, Self::Running(Running { cause: Some(_), pause: None, .. }))
+        matches!(self, Self::Running(Running { cause: Some(_), pause: None, .. })) || self.is_harvested()
+    }
+
+    fn is_harvested(&self) -> bool {
+        matches!(self, Self::Running(Running { is_harvested: true, .. }))
     }
 }
 

@@ -1,29 +1,61 @@
 //! Upgrade of the keeper: whether the machine permits it, and how the keeper leaves the machine.
 
 use std::sync::atomic::Ordering::Relaxed;
+use std::thread::Builder;
 
 use hearth_api::{ApiError, ErrorWord, EventKind, UpgradeRequest};
 use hearth_disk::server::DiskServer;
 use hearth_recovery::journal::OrderNote;
 
 use super::Machine;
+use crate::control::{Answer, Reply};
+use crate::event::Event;
 use crate::upgrade::Successor;
 
 const WHAT: &str = "upgrade the keeper";
 
+fn not_replaced(why: &str) -> ApiError {
+    ApiError::new(ErrorWord::Failed, format!("the keeper was not replaced: {why}")).hint("nothing was changed")
+}
+
 impl Machine {
-    /// Asks the new program whether it can take over. If it can, the loop ends.
-    pub(super) fn begin_upgrade(&mut self, request: &UpgradeRequest) -> Result<(), ApiError> {
+    /// Has a thread ask the new program whether it can take over; `successor_says` goes on.
+    pub(super) fn begin_upgrade(&mut self, request: UpgradeRequest, answer: &Reply) -> Result<(), ApiError> {
         let incarnation = self.may_hand_over()?;
-        let successor = Successor::ask(request.program.as_deref(), &self.context.config, &self.context.root);
-        let successor = successor.map_err(|error| {
-            ApiError::new(ErrorWord::Failed, format!("the keeper was not replaced: {}", crate::chain(&error)))
-                .hint("nothing was changed")
-        })?;
-        let (program, version) = (successor.program.display().to_string(), successor.version.clone());
-        self.context.record(EventKind::KeeperHandsOver { program, version });
-        self.rejuvenation.successor = Some((successor, incarnation));
-        Ok(())
+        let (config, root) = (self.context.config.clone(), self.context.root.clone());
+        let (tell, answer) = (self.context.outside.tell.clone(), answer.clone());
+        let ask = move || {
+            let successor = Successor::ask(request.program.as_deref(), &config, &root);
+            let successor = successor.map(Box::new).map_err(|error| not_replaced(&crate::chain(&error)));
+            // Fails only when the loop is gone, and then nobody waits for the answer.
+            let _ = tell.send(Event::Successor { incarnation, successor, answer });
+        };
+        let started = Builder::new().name(format!("upgrade-{}", self.context.config.name)).spawn(ask);
+        started.map(drop).map_err(|error| not_replaced(&format!("cannot start a thread: {error}")))
+    }
+
+    /// The new program can take over, or cannot. If it can, the loop ends.
+    pub(super) fn successor_says(
+        &mut self,
+        incarnation: u32,
+        successor: Result<Box<Successor>, ApiError>,
+        answer: &Reply,
+    ) {
+        let may = successor.and_then(|successor| match self.may_hand_over()? {
+            living if living == incarnation => Ok(successor),
+            _ => Err(self.wrong_state(WHAT)),
+        });
+        let answered = match may {
+            Ok(successor) => {
+                let (program, version) = (successor.program.display().to_string(), successor.version.clone());
+                self.context.record(EventKind::KeeperHandsOver { program, version });
+                self.rejuvenation.successor = Some((*successor, incarnation));
+                Ok(Answer::Accepted)
+            }
+            Err(refusal) => Err(refusal),
+        };
+        // The asker may have hung up.
+        let _ = answer.send(answered);
     }
 
     /// The living incarnation. Refuses if the machine cannot be handed over now.

@@ -76,7 +76,7 @@ impl<L> Starting<L> {
 
 impl<G> Running<G> {
     fn of(guest: G) -> Self {
-        Self { guest, cause: None, pause: None, order: None }
+        Self { guest, cause: None, pause: None, order: None, is_harvested: false }
     }
 
     fn step<L>(mut self, input: Input<G, L>) -> Next<G, L> {
@@ -101,6 +101,7 @@ impl<G> Running<G> {
                 self.cause.get_or_insert(ordered.unwrap_or(cause));
             }
             Input::Crashes { cause, on_panic } => actions = self.crash(cause, on_panic),
+            Input::Harvested => actions.push(Action::KillQemu),
             Input::WatchdogResets => self.cause = Some(EndCause::Watchdog),
             Input::Misbehaves => actions.push(self.kill(EndCause::QemuDied)),
             Input::Ended { how, rehearses } => return self.end(how, rehearses),
@@ -138,7 +139,12 @@ impl<G> Running<G> {
 
     fn crash<L>(&mut self, cause: EndCause, on_panic: OnPanic) -> Vec<Action<G, L>> {
         let mut actions = match on_panic {
-            OnPanic::DumpAndRecover => return vec![Action::Harvest, self.kill(cause)],
+            OnPanic::DumpAndRecover => {
+                self.cause.get_or_insert(cause);
+                // A QEMU that repeats itself is not asked again.
+                let begun = std::mem::replace(&mut self.is_harvested, true);
+                return if begun { vec![] } else { vec![Action::Harvest] };
+            }
             OnPanic::Recover => return vec![self.kill(cause)],
             OnPanic::Dump => vec![Action::DumpLiving],
             OnPanic::Pause => vec![],

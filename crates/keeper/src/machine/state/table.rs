@@ -49,8 +49,8 @@ const TABLE: &str = "
     stopped, failed                | launches, launches with a guest                                  | same; give up launch
     stopped, failed                | runs                                                             | same
 
-    running, ending, paused, rebooting, stopping | launched | same
-    running, ending, paused, rebooting, stopping | launches, launches with a guest | same; give up launch
+    running, ending, paused, rebooting, stopping, harvesting | launched | same
+    running, ending, paused, rebooting, stopping, harvesting | launches, launches with a guest | same; give up launch
 
     running, ending, paused | runs, recovery's, dumps over, too early, time is up | same
 
@@ -65,7 +65,7 @@ const TABLE: &str = "
     running                 | continued                                           | same
     running                 | saved to stop                                       | running, stop at 60 s, stop was ordered; kill QEMU
     running                 | shuts down                                          | running, guest powered off
-    running                 | crashes to dump and recover                         | running, guest panicked; harvest, kill QEMU
+    running                 | crashes to dump and recover                         | running, guest panicked, harvested; harvest
     running                 | crashes to recover                                  | running, guest panicked; kill QEMU
     running                 | crashes to dump                                     | paused, guest panicked; note idle disks, dump it
     running                 | crashes to pause                                    | paused, guest panicked; note idle disks
@@ -84,7 +84,7 @@ const TABLE: &str = "
     ending | paused                         | paused, guest powered off
     ending | continued, shuts down          | same
     ending | saved to stop                  | running, stop at 60 s, guest powered off; kill QEMU
-    ending | crashes to dump and recover    | same; harvest, kill QEMU
+    ending | crashes to dump and recover    | running, guest powered off, harvested; harvest
     ending | crashes to recover, misbehaves | same; kill QEMU
     ending | crashes to dump                | paused, guest panicked; note idle disks, dump it
     ending | crashes to pause               | paused, guest panicked; note idle disks
@@ -101,7 +101,7 @@ const TABLE: &str = "
     paused | continued                   | running
     paused | saved to stop               | running, stop at 60 s, stop was ordered; kill QEMU
     paused | shuts down                  | paused, guest powered off
-    paused | crashes to dump and recover | paused, guest panicked; harvest, kill QEMU
+    paused | crashes to dump and recover | paused, guest panicked, harvested; harvest
     paused | crashes to recover          | paused, guest panicked; kill QEMU
     paused | crashes to dump             | paused, guest panicked; note idle disks, dump it
     paused | crashes to pause            | paused, guest panicked; note idle disks
@@ -122,7 +122,7 @@ const TABLE: &str = "
     rebooting           | paused                                             | paused, reboot within 30 s
     rebooting           | saved to stop                                      | running, stop within 60 s, stop was ordered; kill QEMU
     rebooting           | shuts down                                         | running, reboot within 30 s, reboot was ordered
-    rebooting           | crashes to dump and recover                        | running, reboot within 30 s, guest panicked; harvest, kill QEMU
+    rebooting           | crashes to dump and recover                        | running, reboot within 30 s, guest panicked, harvested; harvest
     rebooting           | crashes to recover                                 | running, reboot within 30 s, guest panicked; kill QEMU
     rebooting           | crashes to dump                                    | running, reboot within 30 s, guest panicked; dump it
     rebooting           | crashes to pause                                   | running, reboot within 30 s, guest panicked
@@ -140,7 +140,7 @@ const TABLE: &str = "
     stopping | paused                             | paused, stop within 30 s
     stopping | saved to stop                      | running, stop within 60 s, stop was ordered; kill QEMU
     stopping | shuts down                         | running, stop within 30 s, stop was ordered
-    stopping | crashes to dump and recover        | running, stop within 30 s, guest panicked; harvest, kill QEMU
+    stopping | crashes to dump and recover        | running, stop within 30 s, guest panicked, harvested; harvest
     stopping | crashes to recover                 | running, stop within 30 s, guest panicked; kill QEMU
     stopping | crashes to dump                    | running, stop within 30 s, guest panicked; dump it
     stopping | crashes to pause                   | running, stop within 30 s, guest panicked
@@ -149,7 +149,27 @@ const TABLE: &str = "
     stopping | time is up                         | running, stop at 160 s, stop was ordered; tell power cut, kill QEMU
     stopping | ended, rehearsal ended             | dumping, told to stop; bury last after: QEMU died, wait for dumps
 
-    running, ending, paused, rebooting, stopping | parked | stopped; leave parked
+    harvesting | reboot                                          | running, reboot within 60 s, guest panicked, harvested; press power button, note reboot
+    harvesting | cold reboot                                     | running, cold reboot within 60 s, guest panicked, harvested; press power button, note cold reboot
+    harvesting | forced reboot                                   | running, reboot at 0 s, guest panicked, harvested; note reboot
+    harvesting | stop, signal                                    | running, stop within 60 s, guest panicked, harvested; press power button, note stop
+    harvesting | forced stop                                     | running, stop at 0 s, guest panicked, harvested; note stop
+    harvesting | reboot found                                    | running, reboot within 60 s, guest panicked, harvested; press power button
+    harvesting | stop found                                      | running, stop within 60 s, guest panicked, harvested; press power button
+    harvesting | paused                                          | paused, guest panicked, harvested
+    harvesting | saved to stop                                   | running, stop at 60 s, guest panicked, harvested; kill QEMU
+    harvesting | continued, shuts down                           | same
+    harvesting | crashes to dump and recover                     | same
+    harvesting | crashes to recover, misbehaves                  | same; kill QEMU
+    harvesting | crashes to dump                                 | paused, guest panicked, harvested; note idle disks, dump it
+    harvesting | crashes to pause                                | paused, guest panicked, harvested; note idle disks
+    harvesting | watchdog resets                                 | running, guest stopped feeding its watchdog, harvested
+    harvesting | ended                                           | recovering; bury after: guest panicked
+    harvesting | rehearsal ended                                 | dumping; bury last after: guest panicked, wait for dumps
+    harvesting | runs, recovery's, dumps over, too early, time is up | same
+
+    running, ending, paused, rebooting, stopping, harvesting | harvested | same; kill QEMU
+    running, ending, paused, rebooting, stopping, harvesting | parked    | stopped; leave parked
 
     recovering, rebooted, retrying | orders                                     | same; refuse
     recovering, rebooted, retrying | guest's, dumps over, too early, time is up | same
@@ -197,7 +217,7 @@ const TABLE: &str = "
     starting, first resumed, recovering, rebooted, retrying, waiting, told to start, told to start cold, told to end | fails | failed; give up
     first launch, first resume, first told to end, told to stop resumed, launching, told to end early | fails | failed; give up launch, give up
     dumping, dumping to stop, stopped                                                                 | fails | failed; give up
-    running, ending, paused, rebooting, stopping                                                      | fails | failed with its guest; give up
+    running, ending, paused, rebooting, stopping, harvesting                                          | fails | failed with its guest; give up
     failed                                                                                            | fails | same; give up
 ";
 
@@ -207,7 +227,7 @@ const GROUPS: [(&str, &str); 3] = [
     (
         "guest's",
         "reboot found, stop found, paused, continued, saved to stop, shuts down, crashes to dump and recover, \
-         crashes to recover, crashes to dump, crashes to pause, watchdog resets, misbehaves, ended, rehearsal ended, parked",
+         crashes to recover, crashes to dump, crashes to pause, harvested, watchdog resets, misbehaves, ended, rehearsal ended, parked",
     ),
     ("recovery's", "start fails, buried, buried in a loop"),
 ];
@@ -225,7 +245,14 @@ fn states(start: Instant) -> Vec<(&'static str, State<Guest, Launch>)> {
     let starting = |launch, stops: bool| {
         State::Starting(Starting { launch, stop: stops.then_some(StopOrder { force: false, given: start }) })
     };
-    let running = |order, cause| State::Running(Running { guest: (), cause, pause: None, order });
+    let running = |order, cause| State::Running(Running { guest: (), cause, pause: None, order, is_harvested: false });
+    let harvesting = State::Running(Running {
+        guest: (),
+        cause: Some(EndCause::Panic),
+        pause: None,
+        order: None,
+        is_harvested: true,
+    });
     let pause = Some(Pause { why: None });
     let recovering =
         |order, back_off, waited_for| State::Recovering(Recovering { order, back_off, launch: None, waited_for });
@@ -240,7 +267,8 @@ fn states(start: Instant) -> Vec<(&'static str, State<Guest, Launch>)> {
         ("first resumed", starting(None, true)),
         ("running", running(None, None)),
         ("ending", running(None, Some(EndCause::GuestShutdown))),
-        ("paused", State::Running(Running { guest: (), cause: None, pause, order: None })),
+        ("paused", State::Running(Running { guest: (), cause: None, pause, order: None, is_harvested: false })),
+        ("harvesting", harvesting),
         ("rebooting", running(order(REBOOT), None)),
         ("stopping", running(order(OrderNote::Stop), None)),
         ("recovering", recovering(None, None, None)),
@@ -294,6 +322,7 @@ fn inputs(now: Instant) -> Vec<(&'static str, Input<Guest, Launch>)> {
         ("crashes to recover", crashes(OnPanic::Recover)),
         ("crashes to dump", crashes(OnPanic::Dump)),
         ("crashes to pause", crashes(OnPanic::Pause)),
+        ("harvested", Input::Harvested),
         ("watchdog resets", Input::WatchdogResets),
         ("misbehaves", Input::Misbehaves),
         ("ended", ended(false)),
@@ -319,13 +348,14 @@ fn describe(state: &State<Guest, Launch>, start: Instant) -> String {
             let with = |holds_guest: bool| if holds_guest { " with a guest" } else { "" };
             words.extend(launch.as_ref().map(|launching| format!("launching{}", with(launching.holds_guest))));
         }
-        State::Running(Running { cause, pause, order, .. }) => {
+        State::Running(Running { cause, pause, order, is_harvested, .. }) => {
             words.push(if pause.is_some() { "paused" } else { "running" }.to_owned());
             words.extend(order.map(|Order { note, power_off_at, asked }| {
                 let by = if asked { "within" } else { "at" };
                 format!("{} {by} {} s", word(note), seconds(power_off_at))
             }));
             words.extend(cause.map(|cause| cause.words().to_owned()));
+            words.extend(is_harvested.then(|| "harvested".to_owned()));
         }
         State::Recovering(Recovering { order, back_off, launch, .. }) => {
             words.push("recovering".to_owned());
@@ -441,7 +471,7 @@ fn api_shows_one_word_for_each_state() {
     }
     let expect = [
         ("starting", "starting, first launch, first resume"),
-        ("running", "running, ending, rebooting"),
+        ("running", "running, ending, harvesting, rebooting"),
         ("paused", "paused"),
         ("recovering", "recovering, rebooted, retrying, launching, waiting, told to start, told to start cold"),
         (
@@ -465,12 +495,13 @@ fn orders_lead_to_nothing_that_can_fail() {
         for (input_name, input) in inputs(start).into_iter().filter(|(name, _)| certain.contains(name)) {
             let (state_name, state) = states(start).swap_remove(number);
             let can_fail = |action: &Action<Guest, Launch>| {
-                use Action::{Bury, BuryLast, CleanUp, LeaveParked, LetRun, StartNext, WaitForDumps};
+                use Action::{Bury, BuryLast, CleanUp, Harvest, LeaveParked, LetRun, StartNext, WaitForDumps};
                 matches!(
                     action,
                     Bury { .. }
                         | BuryLast { .. }
                         | CleanUp
+                        | Harvest
                         | LeaveParked { .. }
                         | LetRun { .. }
                         | StartNext
