@@ -1,6 +1,6 @@
 //! Age: how a QEMU has changed since its start, the reasons to replace it, and when the keeper replaces it by itself.
 //!
-//! signs (read by the machine's loop) -> weigh (runs the installed QEMU, so not in the loop) -> `hearth age`
+//! signs (read by the machine's loop) -> assess (runs the installed QEMU, so not in the loop) -> `hearth age`
 //! signs + `[rejuvenate]` + the time -> due -> a rejuvenation, as on request
 //!
 //! The keeper makes at most one attempt in each window, whether it succeeds or not. A QEMU that cannot be replaced
@@ -35,7 +35,7 @@ pub struct Signs {
 
 impl Signs {
     /// Asks the installed QEMU for its version, which takes some 50 ms.
-    pub fn weigh(mut self) -> Age {
+    pub fn assess(mut self) -> Age {
         let installed = Binary::find(self.program.as_deref());
         self.qemu.installed_version = installed.as_ref().ok().map(|binary| binary.version().to_string());
         if let Err(error) = installed {

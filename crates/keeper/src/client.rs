@@ -268,7 +268,7 @@ mod tests {
         assert_eq!(client.get::<Explanation>().unwrap().recovery, sample::status().last_recovery);
         assert_eq!(client.config().unwrap(), json!({"cpus": 2}));
         assert_eq!(client.resize("data").unwrap(), DiskSize { disk: "data".into(), bytes: 7 });
-        assert_eq!(client.get::<Age>().unwrap(), sample::signs().weigh());
+        assert_eq!(client.get::<Age>().unwrap(), sample::signs().assess());
         assert_eq!(client.get::<RemountPlan>().unwrap(), sample::remount_plan());
         events.record(EventKind::GuestPanicked);
         assert_eq!(client.send(&RebootRequest::default()).unwrap(), Accepted { since: 1 });

@@ -15,7 +15,7 @@ pub fn drill(step: &str) {
 }
 
 /// Divisor of the watchdog's limits; 1 without a drill.
-pub fn haste() -> u32 {
+pub fn watchdog_divisor() -> u32 {
     let asked = std::env::var(HASTE).ok().and_then(|number| number.parse().ok());
     asked.unwrap_or(1).max(1)
 }

@@ -74,15 +74,15 @@ impl FleetLock {
 
     /// Waits until the server grants this host a slot.
     pub fn acquire(&self, wait: Duration) -> Result<(), FleetLockError> {
-        self.insist("v1/pre-reboot", wait)
+        self.post_until_success("v1/pre-reboot", wait)
     }
 
     /// Releases the slot. Retries a server that cannot be reached yet, as after a boot.
     pub fn release(&self, wait: Duration) -> Result<(), FleetLockError> {
-        self.insist("v1/steady-state", wait)
+        self.post_until_success("v1/steady-state", wait)
     }
 
-    fn insist(&self, route: &str, wait: Duration) -> Result<(), FleetLockError> {
+    fn post_until_success(&self, route: &str, wait: Duration) -> Result<(), FleetLockError> {
         self.must_be_valid()?;
         let (agent, deadline) = (agent(), Instant::now() + wait);
         loop {

@@ -5,7 +5,7 @@ use std::fs;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
-use hearth_memory::{Lasting, replace_file};
+use hearth_memory::{Durability, replace_file};
 use serde::{Deserialize, Serialize};
 
 use crate::fleet_lock::FleetLock;
@@ -173,7 +173,7 @@ impl Record {
         fs::create_dir_all(folder)?;
         // Only root may read it, because the FleetLock URL may contain a password.
         let text = serde_json::to_vec_pretty(self)?;
-        replace_file(path, Lasting::PowerCut, |file| file.write_all(&text))
+        replace_file(path, Durability::PowerCut, |file| file.write_all(&text))
     }
 
     /// The machine of this name, if it was prepared.

@@ -30,7 +30,7 @@ use crate::notify::{Notice, notify};
 use crate::runtime_root::RuntimeRoot;
 use crate::unix_socket::ListenError;
 use crate::upgrade::{Inheritance, Successor};
-use crate::watchdog::{Surroundings, Watchdog, end_with_any_thread};
+use crate::watchdog::{Watchdog, WatchdogContext, end_with_any_thread};
 
 /// Time for clients that still wait for an answer when the machine has stopped.
 const FAREWELL_PATIENCE: Duration = Duration::from_secs(2);
@@ -127,7 +127,7 @@ fn keep(
     let console = Hub::start(&folders.runtime.join("console.sock"))?;
     let (tell, events) = channel();
     let last_answer = LastAnswer::default();
-    let watchdog = Watchdog::start(Surroundings {
+    let watchdog = Watchdog::start(WatchdogContext {
         machine: config.name.clone(),
         runtime_folder: folders.runtime.clone(),
         memory_folder: folders.memory.clone(),
@@ -167,7 +167,7 @@ fn keep(
     };
     let ended = Machine::begin(context).and_then(|machine| {
         machine.run(&events, || {
-            inheritance.settle();
+            inheritance.forget_predecessor();
             notify(&Notice::Ready);
             notify(&Notice::Status("its guest is running".to_owned()));
         })

@@ -294,7 +294,7 @@ pub fn qemu_identity(pid: u32) -> QemuIdentity {
         accelerator_why: String::new(),
         userfault_fd: None,
         helper_fd: None,
-        deaf: false,
+        stale: false,
         at_start: None,
         vmgenid: None,
         guest_agent: false,

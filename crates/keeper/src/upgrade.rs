@@ -55,7 +55,7 @@ enum What {
 
 /// The answer of a program that can take over a machine: `hearth check FILE --take-over --json`.
 #[derive(Debug, Serialize, Deserialize)]
-pub struct Consent {
+pub struct TakeOverAnswer {
     pub machine: String,
     /// Version of Hearth.
     pub version: String,
@@ -95,10 +95,10 @@ impl Successor {
         if !program.exists() {
             return Err(UpgradeError::Missing { program });
         }
-        let consent = consent(&program, config, root)?;
+        let answer = ask_take_over(&program, config, root)?;
         let own = File::open("/proc/self/exe").map_err(UpgradeError::OwnProgram)?;
         let arguments = vec!["--runtime-root".into(), root.path().into(), "run".into(), config.file.clone().into()];
-        Ok(Self { program, version: consent.version, arguments, own })
+        Ok(Self { program, version: answer.version, arguments, own })
     }
 
     /// Returns only if neither the new program nor the running one can be started.
@@ -152,7 +152,7 @@ impl Inheritance {
     }
 
     /// This program has taken over the machine.
-    pub fn settle(&mut self) {
+    pub fn forget_predecessor(&mut self) {
         self.predecessor = None;
     }
 
@@ -183,7 +183,7 @@ fn installed() -> io::Result<PathBuf> {
     Ok(text.strip_suffix(REPLACED).map_or_else(|| path.clone(), PathBuf::from))
 }
 
-fn consent(program: &Path, config: &Config, root: &RuntimeRoot) -> Result<Consent, UpgradeError> {
+fn ask_take_over(program: &Path, config: &Config, root: &RuntimeRoot) -> Result<TakeOverAnswer, UpgradeError> {
     let program = program.to_owned();
     let mut question = Command::new(&program);
     question.args(["--json", "--runtime-root"]).arg(root.path()).arg("check").arg(&config.file).arg("--take-over");
@@ -196,8 +196,8 @@ fn consent(program: &Path, config: &Config, root: &RuntimeRoot) -> Result<Consen
         let why = if said.is_empty() { answer.how() } else { said.join(" / ") };
         return Err(UpgradeError::Refuses { program, why });
     }
-    match serde_json::from_str::<Consent>(answer.stdout.trim()) {
-        Ok(consent) if consent.machine == config.name => Ok(consent),
+    match serde_json::from_str::<TakeOverAnswer>(answer.stdout.trim()) {
+        Ok(answer) if answer.machine == config.name => Ok(answer),
         _ => {
             let said = answer.stdout.lines().next().unwrap_or_default().to_owned();
             Err(UpgradeError::NotHearth { program, said })

@@ -7,8 +7,9 @@
 //! the main loop does not take a stop request         -> QEMU is killed      -> exit
 //! a loop hangs when QEMU has ended for a stop        ->                     -> exit
 //! ```
-//! Loops that others wait for have a pulse: the main loop and each disk's thread. What legitimately takes long is excused: the
-//! disks of a restored guest, which wait for its memory. A thread that hangs in the kernel can hold up the end of the process; nothing can be done about that.
+//! Loops that others wait for have a heartbeat: the main loop and each disk's thread. What legitimately takes long is excused: the
+//! disks of a restored guest, which wait for its memory. A thread that hangs in the kernel can hold up the end of the process;
+//! nothing can be done about that.
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
@@ -16,7 +17,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use hearth_api::{EventKind, MachineState};
-use hearth_disk::pulse::Pulse;
+use hearth_disk::heartbeat::Heartbeat;
 use hearth_recovery::incarnation::{discard_files, numbers_in};
 use hearth_recovery::journal::{Journal, OrderNote};
 use hearth_recovery::rejuvenation::parked;
@@ -79,9 +80,14 @@ impl Default for Limits {
 }
 
 impl Limits {
-    fn divided_by(self, haste: u32) -> Self {
+    fn divided_by(self, watchdog_divisor: u32) -> Self {
         let Self { main, disk, stop, forced_stop } = self;
-        Self { main: main / haste, disk: disk / haste, stop: stop / haste, forced_stop: forced_stop / haste }
+        Self {
+            main: main / watchdog_divisor,
+            disk: disk / watchdog_divisor,
+            stop: stop / watchdog_divisor,
+            forced_stop: forced_stop / watchdog_divisor,
+        }
     }
 }
 
@@ -94,8 +100,8 @@ pub struct Watchdog {
 #[derive(Default)]
 struct Shared {
     limits: Limits,
-    main: Pulse,
-    disks: Mutex<Vec<(String, Pulse)>>,
+    main: Heartbeat,
+    disks: Mutex<Vec<(String, Heartbeat)>>,
     disks_excused: AtomicBool,
     stop: Mutex<Option<StopOrder>>,
 }
@@ -106,8 +112,8 @@ struct StopOrder {
     forced: bool,
 }
 
-/// Things that the thread needs apart from the pulses.
-pub struct Surroundings {
+/// Things that the thread needs apart from the heartbeats.
+pub struct WatchdogContext {
     pub machine: String,
     pub runtime_folder: PathBuf,
     pub memory_folder: PathBuf,
@@ -116,26 +122,26 @@ pub struct Surroundings {
 
 impl Watchdog {
     /// Starts the thread, which lives as long as the process.
-    pub fn start(surroundings: Surroundings) -> std::io::Result<Self> {
-        let limits = Limits::default().divided_by(drill::haste());
+    pub fn start(context: WatchdogContext) -> std::io::Result<Self> {
+        let limits = Limits::default().divided_by(drill::watchdog_divisor());
         let watchdog = Self { shared: Arc::new(Shared { limits, ..Shared::default() }) };
         let watching = watchdog.clone();
-        let name = format!("watchdog-{}", surroundings.machine);
-        std::thread::Builder::new().name(name).spawn(move || watching.run(&surroundings))?;
+        let name = format!("watchdog-{}", context.machine);
+        std::thread::Builder::new().name(name).spawn(move || watching.run(&context))?;
         Ok(watchdog)
     }
 
-    /// The pulse of the main loop.
-    pub fn main(&self) -> &Pulse {
+    /// The heartbeat of the main loop.
+    pub fn main(&self) -> &Heartbeat {
         &self.shared.main
     }
 
-    pub fn watch_disk(&self, name: &str, pulse: Pulse) {
-        self.shared.disks.lock().expect("nobody panics with it").push((name.to_owned(), pulse));
+    pub fn watch_disk(&self, name: &str, heartbeat: Heartbeat) {
+        self.shared.disks.lock().expect("nobody panics with it").push((name.to_owned(), heartbeat));
     }
 
     /// Sets whether the disks may wait for the guest's memory without limit.
-    pub fn excuse_disks(&self, excused: bool) {
+    pub fn allow_disk_waits(&self, excused: bool) {
         self.shared.disks_excused.store(excused, Relaxed);
     }
 
@@ -150,18 +156,18 @@ impl Watchdog {
         }
     }
 
-    fn run(&self, surroundings: &Surroundings) {
+    fn run(&self, context: &WatchdogContext) {
         let alive_every = systemd_interval();
         let mut told = Instant::now();
         loop {
             std::thread::sleep(LOOK_EVERY);
             if let Some(why) = self.must_cut() {
-                cut(surroundings, &why);
+                cut(context, &why);
             }
             if let Some((thread, busy_for)) = self.stuck() {
                 let what = format!("has not responded for {} s", busy_for.as_secs());
-                if is_stopping(surroundings) {
-                    cut(surroundings, &format!("cannot stop normally: the keeper's thread {thread} {what}"));
+                if is_stopping(context) {
+                    cut(context, &format!("cannot stop normally: the keeper's thread {thread} {what}"));
                 }
                 die(&thread, &what);
             }
@@ -179,11 +185,11 @@ impl Watchdog {
             return Some(("main".to_owned(), main));
         }
         let mut disks = self.shared.disks.lock().expect("nobody panics with it");
-        disks.retain(|(_, pulse)| !pulse.is_alone());
+        disks.retain(|(_, heartbeat)| !heartbeat.is_alone());
         if self.shared.disks_excused.load(Relaxed) {
             return None;
         }
-        let mut stuck = disks.iter().map(|(name, pulse)| (format!("disk-{name}"), pulse.busy_for()));
+        let mut stuck = disks.iter().map(|(name, heartbeat)| (format!("disk-{name}"), heartbeat.busy_for()));
         stuck.find(|(_, busy_for)| *busy_for > limits.disk)
     }
 
@@ -201,8 +207,8 @@ impl Watchdog {
 }
 
 /// Ends every QEMU of the machine, also one that a hop has just started, and the keeper.
-fn cut(surroundings: &Surroundings, why: &str) -> ! {
-    let Surroundings { machine, runtime_folder, memory_folder, event_log, .. } = surroundings;
+fn cut(context: &WatchdogContext, why: &str) -> ! {
+    let WatchdogContext { machine, runtime_folder, memory_folder, event_log, .. } = context;
     tracing::error!(machine, why, "killing its QEMU and ending the keeper");
     if let Some(qemu) = life::living_qemu(runtime_folder) {
         life::kill(&qemu);
@@ -225,7 +231,7 @@ fn cut(surroundings: &Surroundings, why: &str) -> ! {
 }
 
 /// A stop was requested and QEMU has ended. The next keeper has no guest to take over, and would start the machine.
-fn is_stopping(Surroundings { runtime_folder, .. }: &Surroundings) -> bool {
+fn is_stopping(WatchdogContext { runtime_folder, .. }: &WatchdogContext) -> bool {
     let journal = Journal::load(&runtime_folder.join("journal.json")).ok().flatten();
     let is_stop_wanted = journal.is_some_and(|journal| journal.ordered == Some(OrderNote::Stop));
     is_stop_wanted && life::living_guest(runtime_folder).is_none()
@@ -260,7 +266,7 @@ mod tests {
     fn a_loop_past_its_limit_is_named() {
         let watchdog = Watchdog::default();
         assert_eq!(watchdog.stuck(), None);
-        let disk = Pulse::default();
+        let disk = Heartbeat::default();
         watchdog.watch_disk("data", disk.clone());
         disk.begin();
         watchdog.main().begin();

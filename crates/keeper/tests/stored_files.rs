@@ -15,7 +15,7 @@ use std::process::{Output, exit};
 use std::time::SystemTime;
 
 use hearth_api::EventKind;
-use hearth_disk::arrival::{Arrival, CHECKSUM_BYTES, Conduct, UNIT_BYTES};
+use hearth_disk::arrival::{Arrival, CHECKSUM_BYTES, MissPolicy, UNIT_BYTES};
 use hearth_disk::block::{BLOCK_BYTES, DiskId};
 use hearth_disk::boot_set::BootSet;
 use hearth_disk::image::ImageFile;
@@ -205,7 +205,7 @@ fn make_arriving(folder: &Path) {
 
 fn land(folder: &Path) -> std::io::Result<()> {
     let Some(arrival) = Arrival::open(&folder.join("disk"))? else { return Ok(()) };
-    arrival.set_conduct(Conduct::Wait);
+    arrival.set_miss_policy(MissPolicy::Wait);
     while let Some((order, _)) = arrival.next(|| Some(())) {
         let bytes = unit(order.unit);
         assert!(arrival.land(order, &bytes)?);

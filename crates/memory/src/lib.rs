@@ -19,7 +19,7 @@ mod view;
 pub use address::{FileOffset, GuestPhysicalAddress};
 pub use layout::Layout;
 pub use ram::{MemoryError, RamFile};
-pub use replace::{Lasting, fresh_file, replace_file, sync_folder_of};
+pub use replace::{Durability, fresh_file, replace_file, sync_folder_of};
 pub use view::RamView;
 
 /// Page size of x86 in bytes, and the unit in which RAM is kept, tagged and released.

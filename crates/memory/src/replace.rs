@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 /// The loss that a new file must survive.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Lasting {
+pub enum Durability {
     /// The end of this process. Does not wait for the disk.
     Process,
     /// A power cut: the content is on the disk before the rename, and the name is on the disk before the call returns.
@@ -25,11 +25,15 @@ pub fn fresh_file(path: &Path) -> PathBuf {
 ///
 /// If this fails, the temporary file is removed. Only if the last sync of the folder fails, the file has its new name
 /// already.
-pub fn replace_file<T>(path: &Path, lasting: Lasting, write: impl FnOnce(&mut File) -> io::Result<T>) -> io::Result<T> {
+pub fn replace_file<T>(
+    path: &Path,
+    lasting: Durability,
+    write: impl FnOnce(&mut File) -> io::Result<T>,
+) -> io::Result<T> {
     let fresh = fresh_file(path);
     let mut file = OpenOptions::new().read(true).write(true).create(true).truncate(true).mode(0o600).open(&fresh)?;
     let written = write(&mut file).and_then(|written| {
-        if lasting == Lasting::PowerCut {
+        if lasting == Durability::PowerCut {
             file.sync_all()?;
         }
         fs::rename(&fresh, path).map(|()| written)
@@ -37,7 +41,7 @@ pub fn replace_file<T>(path: &Path, lasting: Lasting, write: impl FnOnce(&mut Fi
     let written = written.inspect_err(|_| {
         let _ = fs::remove_file(&fresh);
     })?;
-    if lasting == Lasting::PowerCut {
+    if lasting == Durability::PowerCut {
         sync_folder_of(path)?;
     }
     Ok(written)

@@ -225,7 +225,7 @@ impl Launch {
         if self.incoming {
             arguments.option("-incoming", "defer");
         }
-        self.confine(&mut arguments, binary);
+        self.add_sandbox(&mut arguments, binary);
         arguments.0.extend(self.extra_args.iter().map(OsString::from));
         arguments.0
     }
@@ -277,7 +277,7 @@ impl Launch {
         }
     }
 
-    fn confine(&self, arguments: &mut Arguments, binary: &Binary) {
+    fn add_sandbox(&self, arguments: &mut Arguments, binary: &Binary) {
         if let Some(user) = &self.run_as {
             if binary.version() >= RUN_WITH_USER_SINCE {
                 arguments.option("-run-with", format!("user={}", escape(user)));
@@ -591,14 +591,14 @@ mod tests {
         let preload = Preload {
             library: "/run/preload.so".into(),
             socket: "/run/userfault.sock".into(),
-            valves: Some("/run/valves".into()),
+            gates: Some("/run/gates".into()),
             keeps_heap: true,
         };
         let launch = Launch { preload: Some(preload), ..launch() };
         let expect = [
             ("LD_PRELOAD", "/run/preload.so"),
             ("HEARTH_USERFAULT_SOCKET", "/run/userfault.sock"),
-            ("HEARTH_VALVES", "/run/valves"),
+            ("HEARTH_VALVES", "/run/gates"),
             ("HEARTH_KEEP_HEAP_S", "30"),
         ];
         assert_eq!(launch.environment(), expect.map(|(name, value)| (name, value.into())));

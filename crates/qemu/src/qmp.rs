@@ -88,14 +88,14 @@ pub enum QmpError {
 
 /// An event and its time.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Said {
+pub struct TimedEvent {
     /// The event.
     pub event: QmpEvent,
     /// When the event happened, by QEMU's clock: time since 1970.
     pub at: Duration,
 }
 
-type Listener = Box<dyn Fn(Said) -> bool + Send>;
+type Listener = Box<dyn Fn(TimedEvent) -> bool + Send>;
 type Listeners = Arc<Mutex<Vec<Listener>>>;
 
 /// A QMP session.
@@ -141,7 +141,7 @@ impl Qmp {
         std::thread::Builder::new()
             .name(format!("qmp-{}", process.id().pid))
             .spawn(move || {
-                let hears = |said: Said| {
+                let hears = |said: TimedEvent| {
                     let told = |listener: &mut Listener| listener(said.clone());
                     heard.lock().expect("listeners do not panic").retain_mut(told);
                     if said.event != QmpEvent::HungUp {
@@ -149,7 +149,7 @@ impl Qmp {
                     }
                 };
                 reader::read_all(lines, &answered, &hears);
-                hears(Said { event: QmpEvent::HungUp, at: now() });
+                hears(TimedEvent { event: QmpEvent::HungUp, at: now() });
             })
             .map_err(failed)?;
         let qmp = Self { session: Mutex::new(Session { stream, answers, next_id: 0 }), listeners };
@@ -159,7 +159,7 @@ impl Qmp {
     }
 
     /// Adds a callback for all further events, besides that of `connect`, until it returns false.
-    pub fn listen(&self, listener: impl Fn(Said) -> bool + Send + 'static) {
+    pub fn listen(&self, listener: impl Fn(TimedEvent) -> bool + Send + 'static) {
         self.listeners.lock().expect("listeners do not panic").push(Box::new(listener));
     }
 
@@ -285,7 +285,7 @@ impl Qmp {
     /// With `anew`, makes TCG translate all guest code again, into blocks that are not chained and run slower. Without
     /// it, translation is back to normal. Under TCG, code is read when it is translated, not when it runs. Uses the
     /// human monitor, because QMP has no command for it.
-    pub fn translate_anew(&self, anew: bool) -> Result<(), QmpError> {
+    pub fn set_fresh_translation(&self, anew: bool) -> Result<(), QmpError> {
         self.monitor(if anew { "log nochain" } else { "log none" })
     }
 

@@ -79,7 +79,7 @@ fn rig_with_preload() -> (Rig, UnixListener) {
     let library = preload::install(rig.log().parent().unwrap()).unwrap();
     let socket = rig.path("userfault.sock");
     let listener = UnixListener::bind(&socket).unwrap();
-    rig.launch.preload = Some(Preload { library, socket, valves: None, keeps_heap: false });
+    rig.launch.preload = Some(Preload { library, socket, gates: None, keeps_heap: false });
     (rig, listener)
 }
 

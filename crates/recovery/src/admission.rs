@@ -43,7 +43,7 @@ const TRIM_AGAIN: Duration = Duration::from_millis(50);
 
 /// Facts on which admission decides.
 #[derive(Clone)]
-pub struct Terms {
+pub struct AdmissionInputs {
     /// Folder of all memory files of the machine.
     pub folder: PathBuf,
     /// Limits of the machine's memory.
@@ -56,7 +56,7 @@ pub struct Terms {
 
 /// Grants memory to one incarnation under one QEMU.
 pub struct Admission {
-    terms: Terms,
+    terms: AdmissionInputs,
     live: Incarnation,
     ram: GatedRam,
     ledger_bytes: u64,
@@ -76,18 +76,22 @@ struct Shortage {
 
 impl Admission {
     /// Starts admission: from now on each first touch of a unit needs a grant. QEMU must be stopped.
-    pub fn register(terms: Terms, live: &Incarnation, userfault: &Userfault) -> Result<Self, AdmissionError> {
+    pub fn register(terms: AdmissionInputs, live: &Incarnation, userfault: &Userfault) -> Result<Self, AdmissionError> {
         let ram = GatedRam::register(userfault, &live.ram, UNIT_BYTES)?;
         Ok(Self::new(terms, live, ram))
     }
 
     /// Continues the admission of a keeper that died. Returns `None` if everything has been granted.
-    pub fn resume(terms: Terms, live: &Incarnation, userfault: &Userfault) -> Result<Option<Self>, AdmissionError> {
+    pub fn resume(
+        terms: AdmissionInputs,
+        live: &Incarnation,
+        userfault: &Userfault,
+    ) -> Result<Option<Self>, AdmissionError> {
         let ram = GatedRam::resume(userfault, &live.ram, UNIT_BYTES)?;
         Ok(ram.map(|ram| Self::new(terms, live, ram)))
     }
 
-    fn new(terms: Terms, live: &Incarnation, ram: GatedRam) -> Self {
+    fn new(terms: AdmissionInputs, live: &Incarnation, ram: GatedRam) -> Self {
         // Its length counts, because it fills without asking as the guest reads.
         let ledger = fs::metadata(ledger_path(&terms.folder, live.number));
         let ledger_bytes = ledger.map_or(0, |ledger| ledger.len());
@@ -342,8 +346,12 @@ mod tests {
             ember.settle().unwrap();
             fs::write(folder.path().join("ballast"), vec![1; (ballast_mib * MIB) as usize]).unwrap();
             let live = Incarnation::create(folder.path(), 2, BUDGET.ram_bytes, true).unwrap();
-            let terms =
-                Terms { folder: folder.path().to_owned(), budget: BUDGET, ember: ember.clone(), only_for_dumps };
+            let terms = AdmissionInputs {
+                folder: folder.path().to_owned(),
+                budget: BUDGET,
+                ember: ember.clone(),
+                only_for_dumps,
+            };
             let admission = Admission::register(terms, &live, &map_here(&live)).unwrap();
             Self { admission, ember, folder, most_bytes }
         }

@@ -63,7 +63,7 @@ impl Phase {
 
 /// Facts about a dead guest's memory that are known before it is dumped.
 #[derive(Clone, Debug)]
-pub struct Judgement {
+pub struct Assessment {
     /// Pages that the dump keeps, and counts of the pages it leaves out.
     pub pages: Classification,
     /// The requested level, or a lower one if the guest's kernel was not understood.
@@ -80,13 +80,13 @@ pub struct Judgement {
 
 /// Classifies a dead guest's memory by the data of its own kernel. `notes` come from QEMU and may be empty. Never
 /// fails: pages that are not understood are kept.
-pub fn judge(memory: &impl PhysicalMemory, notes: &[u8], level: DumpLevel) -> Judgement {
+pub fn judge(memory: &impl PhysicalMemory, notes: &[u8], level: DumpLevel) -> Assessment {
     let linux = match Linux::find(memory, notes) {
         Ok(linux) => linux,
         Err(error) => return not_understood(memory, level, &error),
     };
     let mut judgement = match linux.classify(level) {
-        Ok(pages) => Judgement { pages, level, ..not_judged(memory, level) },
+        Ok(pages) => Assessment { pages, level, ..not_judged(memory, level) },
         Err(error) => not_understood(memory, level, &error),
     };
     let ClassCounts { unjudged, undescribed, .. } = judgement.pages.counts;
@@ -109,12 +109,12 @@ pub fn judge(memory: &impl PhysicalMemory, notes: &[u8], level: DumpLevel) -> Ju
     judgement
 }
 
-fn not_judged(memory: &impl PhysicalMemory, level: DumpLevel) -> Judgement {
+fn not_judged(memory: &impl PhysicalMemory, level: DumpLevel) -> Assessment {
     let pages = Classification::everything(memory);
-    Judgement { pages, level, utsname: None, vmcoreinfo: None, panic: None, warnings: Vec::new() }
+    Assessment { pages, level, utsname: None, vmcoreinfo: None, panic: None, warnings: Vec::new() }
 }
 
-fn not_understood(memory: &impl PhysicalMemory, level: DumpLevel, error: &NotUnderstood) -> Judgement {
+fn not_understood(memory: &impl PhysicalMemory, level: DumpLevel, error: &NotUnderstood) -> Assessment {
     let mut judgement = not_judged(memory, level);
     if level.needs_classification() {
         judgement.level = if level.excludes_zero() { DumpLevel::NOT_ZERO } else { DumpLevel::ALL };

@@ -19,7 +19,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant, SystemTime};
 
 use hearth_disk::image::{ImageFile, ImageNote};
-use hearth_memory::{Lasting, replace_file};
+use hearth_memory::{Durability, replace_file};
 use hearth_qemu::ProcessId;
 use serde::{Deserialize, Serialize};
 
@@ -178,7 +178,7 @@ impl Notes {
 
     fn write(&self, folder: &Path) -> io::Result<()> {
         let text = serde_json::to_vec(self)?;
-        replace_file(&folder.join(NOTES_FILE), Lasting::Process, |file| file.write_all(&text))
+        replace_file(&folder.join(NOTES_FILE), Durability::Process, |file| file.write_all(&text))
     }
 }
 

@@ -12,7 +12,7 @@ use std::fs;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
-use hearth_memory::{Lasting, replace_file};
+use hearth_memory::{Durability, replace_file};
 use hearth_qemu::EARLIER_MACHINE_TYPE;
 use rustix::fs::{CWD, RenameFlags, renameat_with};
 use serde::{Deserialize, Serialize};
@@ -252,8 +252,8 @@ pub struct QemuIdentity {
     #[serde(default)]
     pub helper_fd: Option<i32>,
     /// QEMU lost its disks' server while its guest was paused, and does not notice a new server any more.
-    #[serde(default)]
-    pub deaf: bool,
+    #[serde(default, rename = "deaf")]
+    pub stale: bool,
     /// Memory and descriptors of the process when it first answered. None if they could not be read.
     #[serde(default)]
     pub at_start: Option<FootprintNote>,
@@ -356,7 +356,7 @@ impl Journal {
 
     fn write(&self, path: &Path) -> io::Result<()> {
         let text = serde_json::to_vec_pretty(self).expect("a journal is plain data");
-        replace_file(path, Lasting::Process, |file| file.write_all(&text))
+        replace_file(path, Durability::Process, |file| file.write_all(&text))
     }
 }
 
@@ -446,7 +446,7 @@ mod tests {
             accelerator_why: "/dev/kvm does not exist".into(),
             userfault_fd: None,
             helper_fd: None,
-            deaf: false,
+            stale: false,
             at_start: None,
             vmgenid: None,
             guest_agent: false,
@@ -457,7 +457,7 @@ mod tests {
             generation: 5,
             ember: vec![2],
             dumps: vec![DumpNote { incarnation: 2, file: Some("/var/lib/hearth/dumps/web-2.vmcore".into()) }],
-            qemu: Some(QemuIdentity { userfault_fd: Some(3), deaf: true, ..qemu(4712, 81_234, 4, "7.2.9") }),
+            qemu: Some(QemuIdentity { userfault_fd: Some(3), stale: true, ..qemu(4712, 81_234, 4, "7.2.9") }),
             hop: Some(HopNote { successor: qemu(4801, 99_310, 5, "10.0.2"), committed: true }),
             disks: vec![DiskIdentity { name, path: "/var/lib/hearth/web.img".into(), format, read_only: false }],
             machine_type: Some(EARLIER_MACHINE_TYPE.to_owned()),

@@ -476,7 +476,7 @@ impl LazyRam {
     }
 
     /// Time since somebody last waited for a page; `Duration::MAX` if nobody has.
-    pub fn calm_for(&self) -> Duration {
+    pub fn idle_for(&self) -> Duration {
         match self.asked_us.load(Relaxed) {
             0 => Duration::MAX,
             asked_us => self.began.elapsed().saturating_sub(Duration::from_micros(asked_us)),

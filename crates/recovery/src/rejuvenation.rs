@@ -36,12 +36,12 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant, SystemTime};
 
 use hearth_disk::server::{DiskServer, ServerError};
-use hearth_qemu::valve::Valves;
-use hearth_qemu::{Migration, Qmp, QmpError, QmpEvent, Said, Stream};
+use hearth_qemu::packet_gate::PacketGates;
+use hearth_qemu::{Migration, Qmp, QmpError, QmpEvent, Stream, TimedEvent};
 
 pub use clock::{ClockDebt, Ticker};
 use order::Order;
-use relay::{Bell, Passage};
+use relay::{Bell, Transfer};
 pub use standstill::Standstill;
 use standstill::{first_stop, stops_of};
 
@@ -127,7 +127,7 @@ pub struct Hop<'a> {
     /// The guest's disks.
     pub disks: &'a [DiskServer],
     /// Packet gates of the old and of the new QEMU; `None` if no network has any.
-    pub valves: Option<(&'a Valves, &'a Valves)>,
+    pub gates: Option<(&'a PacketGates, &'a PacketGates)>,
     /// Whether the guest has a VM generation ID. A hop does not change it.
     pub has_generation_id: bool,
     /// Maximum time that the guest may stand still before the old QEMU continues.
@@ -144,7 +144,7 @@ pub struct Admitted {
 
 /// Both QEMUs are ready; their messages arrive here.
 pub struct Prepared {
-    passage: Passage,
+    transfer: Transfer,
     heard: Receiver<Heard>,
 }
 
@@ -163,7 +163,7 @@ pub struct Handed {
     pub stopped_at: Duration,
     /// Size of the device state that was transferred.
     pub state_bytes: u64,
-    passage: Passage,
+    transfer: Transfer,
     /// Whether the guest has run on the new QEMU; `None` while that is not known.
     ran: Option<bool>,
     /// How far its clock was set forward, and the debt before this hop; `None` if it was not set.
@@ -188,8 +188,8 @@ impl Handed {
 }
 
 enum Heard {
-    Old(Said),
-    New(Said),
+    Old(TimedEvent),
+    New(TimedEvent),
 }
 
 /// Allows a second QEMU to connect to the disks, or forbids it.
@@ -239,19 +239,19 @@ impl Hop<'_> {
         self.new.migrate_incoming(OwnedFd::from(theirs).as_fd(), self.patience).map_err(RejuvenationError::New)?;
         self.old.keep_open(target.as_fd(), self.patience).map_err(RejuvenationError::Old)?;
         let (source, theirs) = Stream::pair().map_err(RejuvenationError::Channel)?;
-        let passage = Passage::open(source, target, bell, clock::SECTION_BYTES);
-        let mut passage = passage.map_err(RejuvenationError::Channel)?;
-        if let Some((old, _)) = self.valves {
+        let transfer = Transfer::open(source, target, bell, clock::SECTION_BYTES);
+        let mut transfer = transfer.map_err(RejuvenationError::Channel)?;
+        if let Some((old, _)) = self.gates {
             old.shut();
         }
         // From here on the old QEMU may stop its guest. Both steps have limits of their own.
-        let (begun, taken) = passage.take_while(Instant::now() + 3 * self.patience, || {
+        let (begun, taken) = transfer.take_while(Instant::now() + 3 * self.patience, || {
             self.old.migrate(OwnedFd::from(theirs).as_fd(), self.patience).map_err(RejuvenationError::Old)?;
             self.await_begun(&heard)
         });
         begun?;
         taken.map_err(RejuvenationError::Channel)?;
-        Ok(Prepared { passage, heard })
+        Ok(Prepared { transfer, heard })
     }
 
     /// Waits until the old QEMU logs written pages with its disks' servers. If this process died before that, a QEMU
@@ -260,10 +260,12 @@ impl Hop<'_> {
         let deadline = Instant::now() + self.patience;
         loop {
             match self.next(heard, deadline, "the old QEMU")? {
-                Heard::Old(Said { event: QmpEvent::Migration(Migration::UnderWay(word)), .. }) if word == "active" => {
+                Heard::Old(TimedEvent { event: QmpEvent::Migration(Migration::UnderWay(word)), .. })
+                    if word == "active" =>
+                {
                     return Ok(());
                 }
-                Heard::Old(Said { event: QmpEvent::Migration(Migration::Failed { .. }), .. }) => {
+                Heard::Old(TimedEvent { event: QmpEvent::Migration(Migration::Failed { .. }), .. }) => {
                     return Err(self.why_old_failed());
                 }
                 _ => {}
@@ -280,25 +282,25 @@ impl Hop<'_> {
         ticker: Option<Ticker>,
         debt: ClockDebt,
     ) -> Result<Handed, RejuvenationError> {
-        let Prepared { mut passage, heard } = prepared;
+        let Prepared { mut transfer, heard } = prepared;
         let deadline = Instant::now() + self.patience;
         let (mut way, mut order) = (Way::default(), Order::of(self.has_generation_id));
         loop {
             // Messages are handled before the stream is read: when the old QEMU reports that it has sent everything,
             // all has arrived.
             self.hear(&heard, &mut way)?;
-            passage.take().map_err(RejuvenationError::Channel)?;
+            transfer.take().map_err(RejuvenationError::Channel)?;
             if way.set_forward.is_none() {
                 let by = debt.with(now().saturating_sub(self.stopped_at(admitted, &way)) + LOAD_ALLOWANCE);
-                way.set_forward = clock::advance(passage.between(), by, ticker).then_some(by);
+                way.set_forward = clock::advance(transfer.between(), by, ticker).then_some(by);
             }
-            let held = order.arrange(passage.between());
-            passage.keep_back(held.max(clock::SECTION_BYTES));
-            passage.give();
+            let held = order.arrange(transfer.between());
+            transfer.keep_back(held.max(clock::SECTION_BYTES));
+            transfer.give();
             if way.given_at.is_some() {
                 break;
             }
-            passage.wait(deadline).map_err(|error| self.hangs_or("the old QEMU", error))?;
+            transfer.wait(deadline).map_err(|error| self.hangs_or("the old QEMU", error))?;
         }
         self.must_be_undisturbed(admitted).map_err(|error| self.ended_or(error, &heard))?;
         self.await_packets(deadline)?;
@@ -307,8 +309,8 @@ impl Hop<'_> {
         }
         Ok(Handed {
             stopped_at: self.stopped_at(admitted, &way),
-            state_bytes: passage.received(),
-            passage,
+            state_bytes: transfer.received(),
+            transfer,
             ran: None,
             set_forward: way.set_forward.map(|by| (by, debt)),
             heard,
@@ -319,15 +321,17 @@ impl Hop<'_> {
     fn hear(&self, heard: &Receiver<Heard>, way: &mut Way) -> Result<(), RejuvenationError> {
         for said in heard.try_iter() {
             match said {
-                Heard::Old(Said { event: QmpEvent::HungUp, .. }) => return Err(RejuvenationError::OldEnded),
-                Heard::New(Said { event: QmpEvent::HungUp, .. }) => return Err(RejuvenationError::NewEnded),
-                Heard::Old(Said { event: QmpEvent::Stopped, at }) => way.stopped_at = Some(at),
-                Heard::Old(Said { event: QmpEvent::Migration(Migration::Completed), at }) => way.given_at = Some(at),
-                Heard::Old(Said { event: QmpEvent::Migration(Migration::Failed { .. }), .. }) => {
+                Heard::Old(TimedEvent { event: QmpEvent::HungUp, .. }) => return Err(RejuvenationError::OldEnded),
+                Heard::New(TimedEvent { event: QmpEvent::HungUp, .. }) => return Err(RejuvenationError::NewEnded),
+                Heard::Old(TimedEvent { event: QmpEvent::Stopped, at }) => way.stopped_at = Some(at),
+                Heard::Old(TimedEvent { event: QmpEvent::Migration(Migration::Completed), at }) => {
+                    way.given_at = Some(at)
+                }
+                Heard::Old(TimedEvent { event: QmpEvent::Migration(Migration::Failed { .. }), .. }) => {
                     return Err(self.why_old_failed());
                 }
                 // It cannot have everything yet.
-                Heard::New(Said {
+                Heard::New(TimedEvent {
                     event: QmpEvent::Migration(Migration::Failed { .. } | Migration::Completed) | QmpEvent::Resumed,
                     ..
                 }) => return Err(RejuvenationError::NewFailed),
@@ -367,7 +371,7 @@ impl Hop<'_> {
     /// Waits until the old QEMU has the rest of a packet that it began to read. The sender of the first part has sent
     /// the other.
     fn await_packets(&self, deadline: Instant) -> Result<(), RejuvenationError> {
-        while self.valves.is_some_and(|(old, _)| !old.are_between_packets()) {
+        while self.gates.is_some_and(|(old, _)| !old.are_between_packets()) {
             if Instant::now() > deadline {
                 return Err(RejuvenationError::Hangs { who: "a network", patience: self.patience });
             }
@@ -393,8 +397,8 @@ impl Hop<'_> {
 
     fn next(&self, heard: &Receiver<Heard>, deadline: Instant, who: &'static str) -> Result<Heard, RejuvenationError> {
         match heard.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
-            Ok(Heard::Old(Said { event: QmpEvent::HungUp, .. })) => Err(RejuvenationError::OldEnded),
-            Ok(Heard::New(Said { event: QmpEvent::HungUp, .. })) => Err(RejuvenationError::NewEnded),
+            Ok(Heard::Old(TimedEvent { event: QmpEvent::HungUp, .. })) => Err(RejuvenationError::OldEnded),
+            Ok(Heard::New(TimedEvent { event: QmpEvent::HungUp, .. })) => Err(RejuvenationError::NewEnded),
             Ok(heard) => Ok(heard),
             Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => {
                 Err(RejuvenationError::Hangs { who, patience: self.patience })
@@ -407,9 +411,9 @@ impl Hop<'_> {
     /// After an error the caller ends the new QEMU; then `Handed::has_run` tells which QEMU the guest belongs to.
     pub fn resume(&self, handed: &mut Handed) -> Result<Duration, RejuvenationError> {
         let deadline = Instant::now() + self.patience;
-        handed.passage.release();
+        handed.transfer.release();
         loop {
-            handed.passage.give();
+            handed.transfer.give();
             for said in handed.heard.try_iter() {
                 let Heard::New(said) = said else { continue };
                 match said.event {
@@ -421,7 +425,7 @@ impl Hop<'_> {
                         // Not before: the new QEMU would read packets without the guest's network state. The query
                         // wakes it up. It is answered when QEMU has started its disks, for which it is still a
                         // successor.
-                        if let Some((_, new)) = self.valves {
+                        if let Some((_, new)) = self.gates {
                             new.open_up();
                         }
                         return self.new.run_state().map(|_| pause).map_err(RejuvenationError::New);
@@ -439,7 +443,7 @@ impl Hop<'_> {
                     _ => {}
                 }
             }
-            handed.passage.wait(deadline).map_err(|error| self.hangs_or("the new QEMU", error))?;
+            handed.transfer.wait(deadline).map_err(|error| self.hangs_or("the new QEMU", error))?;
         }
     }
 }
@@ -499,7 +503,7 @@ pub fn roll_back(old: &Qmp, patience: Duration) -> Result<(), QmpError> {
     }
 }
 
-fn listener(speaks: Sender<Heard>, bell: Bell, who: fn(Said) -> Heard) -> impl Fn(Said) -> bool + Send {
+fn listener(speaks: Sender<Heard>, bell: Bell, who: fn(TimedEvent) -> Heard) -> impl Fn(TimedEvent) -> bool + Send {
     move |said| {
         let listens = speaks.send(who(said)).is_ok();
         bell.ring();

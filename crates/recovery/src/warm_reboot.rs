@@ -61,7 +61,7 @@ pub enum WarmRebootError {
 }
 
 /// The means to start the next incarnation.
-pub struct Succession<'a> {
+pub struct RebootContext<'a> {
     /// The guest's disks.
     pub disks: &'a [DiskServer],
     /// The memory that answers their reads.
@@ -72,7 +72,7 @@ pub struct Succession<'a> {
     pub patience: Duration,
 }
 
-impl Succession<'_> {
+impl RebootContext<'_> {
     /// Waits until the I/O of the dead incarnation has ended: before that its pages can still change.
     pub fn drain(&self) -> Result<(), WarmRebootError> {
         let deadline = Instant::now() + self.patience;

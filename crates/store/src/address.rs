@@ -11,7 +11,7 @@ const PREFIX_BYTES_MAX: usize = 768;
 
 /// Provider of a store, which decides the protocol.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum House {
+pub(crate) enum Provider {
     Amazon,
     Google,
     Azure,
@@ -19,14 +19,14 @@ pub(crate) enum House {
     Web,
 }
 
-const SCHEMES: [(&str, House); 7] = [
-    ("s3", House::Amazon),
-    ("gs", House::Google),
-    ("az", House::Azure),
-    ("abfs", House::Azure),
-    ("abfss", House::Azure),
-    ("https", House::Web),
-    ("http", House::Web),
+const SCHEMES: [(&str, Provider); 7] = [
+    ("s3", Provider::Amazon),
+    ("gs", Provider::Google),
+    ("az", Provider::Azure),
+    ("abfs", Provider::Azure),
+    ("abfss", Provider::Azure),
+    ("https", Provider::Web),
+    ("http", Provider::Web),
 ];
 const KNOWN: &str = "it must begin with s3://, gs://, az://, abfs://, abfss://, https:// or http://";
 
@@ -43,7 +43,7 @@ pub fn shown(url: &str) -> String {
 /// A prefix in an object store: the common beginning of its objects' names.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Address {
-    pub(crate) house: House,
+    pub(crate) house: Provider,
     scheme: &'static str,
     /// Azure: container, for `abfs` with `@ACCOUNT.dfs.core.windows.net`. Web server: host and port.
     pub(crate) bucket: String,
@@ -66,8 +66,8 @@ impl Address {
         let prefix = prefix.trim_end_matches('/');
         let in_name = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'.' | b'-' | b'_');
         let in_bucket = |byte: u8| match byte {
-            b'@' => house == House::Azure,
-            b':' | b'[' | b']' => house == House::Web,
+            b'@' => house == Provider::Azure,
+            b':' | b'[' | b']' => house == Provider::Web,
             _ => in_name(byte),
         };
         if bucket.is_empty() || bucket.len() > BUCKET_BYTES_MAX || !bucket.bytes().all(in_bucket) {
@@ -157,13 +157,13 @@ mod tests {
     #[test]
     fn schemes_select_providers_and_errors_list_them() {
         let check = |text: &str, house| assert_eq!(Address::parse(text).expect(text).house, house, "{text}");
-        check("s3://b/p", House::Amazon);
-        check("gs://b/p", House::Google);
-        check("az://container/p", House::Azure);
-        check("abfs://container/p", House::Azure);
-        check("abfss://container@account.dfs.core.windows.net/p", House::Azure);
-        check("https://host/p", House::Web);
-        check("http://127.0.0.1:8080/p", House::Web);
+        check("s3://b/p", Provider::Amazon);
+        check("gs://b/p", Provider::Google);
+        check("az://container/p", Provider::Azure);
+        check("abfs://container/p", Provider::Azure);
+        check("abfss://container@account.dfs.core.windows.net/p", Provider::Azure);
+        check("https://host/p", Provider::Web);
+        check("http://127.0.0.1:8080/p", Provider::Web);
         let refused = Address::parse("ftp://b/p").expect_err("nobody knows it").to_string();
         for (scheme, _) in SCHEMES {
             assert!(refused.contains(&format!(" {scheme}://")), "{scheme} in {refused}");

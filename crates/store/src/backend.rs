@@ -13,7 +13,7 @@ use object_store::http::HttpBuilder;
 use object_store::multipart::MultipartStore;
 use object_store::{ClientOptions, ObjectStore, Result, RetryConfig};
 
-use crate::address::House;
+use crate::address::Provider;
 use crate::http::Connector;
 use crate::{Address, Settings};
 
@@ -35,24 +35,24 @@ impl Backend {
     pub fn build(address: &Address, settings: &Settings, retry: RetryConfig) -> Result<Self> {
         let Address { house, bucket, .. } = address;
         let writer: Arc<dyn Writer> = match house {
-            House::Amazon => {
+            Provider::Amazon => {
                 let builder =
                     known(settings).fold(AmazonS3Builder::new(), |all, (key, value)| all.with_config(key, value));
                 Arc::new(builder.with_bucket_name(bucket).with_retry(retry).with_http_connector(Connector).build()?)
             }
-            House::Google => {
+            Provider::Google => {
                 let builder = GoogleCloudStorageBuilder::new();
                 let builder = known(settings).fold(builder, |all, (key, value)| all.with_config(key, value));
                 Arc::new(builder.with_bucket_name(bucket).with_retry(retry).with_http_connector(Connector).build()?)
             }
-            House::Azure => {
+            Provider::Azure => {
                 let builder = MicrosoftAzureBuilder::new();
                 let builder = known(settings).fold(builder, |all, (key, value)| all.with_config(key, value));
                 // An `abfs` address contains the account, too.
                 let builder = builder.with_url(address.root());
                 Arc::new(builder.with_retry(retry).with_http_connector(Connector).build()?)
             }
-            House::Web => {
+            Provider::Web => {
                 let root = address.root();
                 let options = ClientOptions::new().with_allow_http(root.starts_with("http://"));
                 let builder = HttpBuilder::new().with_url(root).with_client_options(options);

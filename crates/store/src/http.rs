@@ -4,7 +4,7 @@
 //! a body is a failed request, and is retried like any other.
 //!
 //! Dropping a request does not end it: its thread continues, and an unwanted object may arrive after its removal. So a
-//! request that may be cancelled runs under a `Leash`. When it is called off, a request ends inside its body, and the
+//! request that may be cancelled runs under a `CancelToken`. When that is cancelled, a request ends inside its body, and the
 //! store makes no object of it. Once the whole body has been sent, the answer must be awaited.
 
 use std::io::{self, Read};
@@ -35,28 +35,28 @@ const BODY_BYTES_MAX: u64 = 64 << 20;
 const CONNECTIONS: usize = 16;
 
 tokio::task_local! {
-    static LEASH: Leash;
+    static LEASH: CancelToken;
 }
 
 /// Cancels the requests of one piece of work.
 #[derive(Clone, Debug, Default)]
-pub struct Leash(Arc<Held>);
+pub struct CancelToken(Arc<Held>);
 
 #[derive(Debug, Default)]
 struct Held {
-    called_off: AtomicBool,
+    cancelled: AtomicBool,
     under_way: AtomicUsize,
 }
 
-impl Leash {
+impl CancelToken {
     /// Runs `work` with its requests under this leash.
     pub async fn hold<T>(&self, work: impl Future<Output = T>) -> T {
         LEASH.scope(self.clone(), work).await
     }
 
     /// Cancels the requests: none begins any more, and bodies that are being sent end.
-    pub fn call_off(&self) {
-        self.0.called_off.store(true, SeqCst);
+    pub fn cancel(&self) {
+        self.0.cancelled.store(true, SeqCst);
     }
 
     /// Whether a request is in flight whose result the work does not know yet.
@@ -67,11 +67,11 @@ impl Leash {
 
 /// A request in flight.
 #[derive(Debug)]
-struct Leashed(Arc<Held>);
+struct RequestGuard(Arc<Held>);
 
-impl Leashed {
+impl RequestGuard {
     fn begin() -> Result<Self, HttpError> {
-        let Leash(held) = LEASH.try_with(Leash::clone).unwrap_or_default();
+        let CancelToken(held) = LEASH.try_with(CancelToken::clone).unwrap_or_default();
         held.under_way.fetch_add(1, SeqCst);
         let leashed = Self(held);
         // `object_store` does not retry errors of this kind.
@@ -80,11 +80,11 @@ impl Leashed {
     }
 
     fn must_go_on(&self) -> io::Result<()> {
-        if self.0.called_off.load(SeqCst) { Err(io::Error::other("it was cancelled")) } else { Ok(()) }
+        if self.0.cancelled.load(SeqCst) { Err(io::Error::other("it was cancelled")) } else { Ok(()) }
     }
 }
 
-impl Drop for Leashed {
+impl Drop for RequestGuard {
     fn drop(&mut self) {
         self.0.under_way.fetch_sub(1, SeqCst);
     }
@@ -93,7 +93,7 @@ impl Drop for Leashed {
 /// The part of the body that is still to be sent.
 struct Rest<'a> {
     bytes: &'a [u8],
-    leashed: &'a Leashed,
+    leashed: &'a RequestGuard,
 }
 
 impl Read for Rest<'_> {
@@ -147,7 +147,7 @@ impl HttpService for Service {
         let (head, body) = request.into_parts();
         let body = body.collect().await?.to_bytes();
         let agent = self.0.clone();
-        let leashed = Leashed::begin()?;
+        let leashed = RequestGuard::begin()?;
         // The request counts as in flight until its answer is taken here.
         let exchange = tokio::task::spawn_blocking(move || (exchange(&agent, head, &body, &leashed), leashed));
         let (answer, _leashed) = exchange.await.map_err(|error| HttpError::new(HttpErrorKind::Unknown, error))?;
@@ -159,7 +159,7 @@ fn exchange(
     agent: &Agent,
     mut head: ::ureq::http::request::Parts,
     body: &Bytes,
-    leashed: &Leashed,
+    leashed: &RequestGuard,
 ) -> Result<HttpResponse, HttpError> {
     // An empty body is passed as no body, because GET and HEAD must not announce one.
     let answer = if body.is_empty() && head.method != "PUT" && head.method != "POST" {

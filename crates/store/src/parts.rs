@@ -47,7 +47,7 @@ struct Place {
 
 /// A part that has arrived.
 #[derive(Debug)]
-struct Landed {
+struct ArrivedPart {
     number: usize,
     bytes: u64,
     part: PartId,
@@ -57,10 +57,10 @@ struct Landed {
 #[derive(Debug)]
 pub struct Parts {
     place: Arc<Place>,
-    landed: Vec<Option<Landed>>,
+    landed: Vec<Option<ArrivedPart>>,
     /// Numbers of the parts in flight.
     flying: Vec<usize>,
-    under_way: JoinSet<object_store::Result<Landed>>,
+    under_way: JoinSet<object_store::Result<ArrivedPart>>,
     is_complete: bool,
 }
 
@@ -95,7 +95,7 @@ impl Parts {
         let (place, bytes) = (self.place.clone(), part.len() as u64);
         let sending = async move {
             let part = place.writer.put_part(&place.path, &place.id, number, part.into()).await?;
-            Ok(Landed { number, bytes, part })
+            Ok(ArrivedPart { number, bytes, part })
         };
         self.under_way.spawn_on(sending, runtime().handle());
         self.flying.push(number);
@@ -126,7 +126,7 @@ impl Parts {
         while !self.flying.is_empty() {
             self.land(LOOK_EVERY, go_on)?;
         }
-        let landed: Option<Vec<&Landed>> = self.landed.iter().map(Option::as_ref).collect();
+        let landed: Option<Vec<&ArrivedPart>> = self.landed.iter().map(Option::as_ref).collect();
         let landed = landed.expect("each part was sent");
         let (place, parts) = (&self.place, landed.iter().map(|landed| landed.part.clone()).collect());
         let completed = run(watched(place.writer.complete_multipart(&place.path, &place.id, parts), go_on))?;
@@ -155,7 +155,7 @@ impl Drop for Parts {
 
 /// Whether the object consists of these parts: it has their length and S3's ETag, the MD5 of the parts' MD5s. Other
 /// ETags count as no.
-fn is_made_of(object: &ObjectMeta, parts: &[&Landed]) -> bool {
+fn is_made_of(object: &ObjectMeta, parts: &[&ArrivedPart]) -> bool {
     let mut hasher = Md5::new();
     for landed in parts {
         let Some(md5) = md5_of(&landed.part.content_id) else { return false };
@@ -174,7 +174,7 @@ fn md5_of(e_tag: &str) -> Option<u128> {
 
 /// Aborts an upload in the background. It first waits for the parts in flight, because a part that arrives later would
 /// never be removed.
-async fn give_up(place: Arc<Place>, mut under_way: JoinSet<object_store::Result<Landed>>) {
+async fn give_up(place: Arc<Place>, mut under_way: JoinSet<object_store::Result<ArrivedPart>>) {
     while under_way.join_next().await.is_some() {}
     if let Err(error) = place.writer.abort_multipart(&place.path, &place.id).await {
         tracing::warn!(url = place.url, %error, "parts of an upload that was given up could not be removed");

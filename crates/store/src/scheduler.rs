@@ -25,7 +25,7 @@ const BEHIND_MAX: usize = 2;
 /// Requests at once before the guest runs.
 const WORKING_SET_MAX: usize = 6;
 /// Time after a demand in which more are likely: a guest that touches one page touches more.
-const CALM_AFTER: Duration = Duration::from_millis(100);
+const IDLE_AFTER: Duration = Duration::from_millis(100);
 /// Interval between background requests during demands: 10 MiB/s with requests of 1 MiB, or about a tenth of a slow
 /// wire.
 const SHARE_EVERY: Duration = Duration::from_millis(100);
@@ -186,7 +186,7 @@ impl State {
             _ if self.demands > 0 || !is_ago(self.demanded, too_long) => {
                 usize::from(is_ago(self.begun, SHARE_EVERY.max(too_long * SHARE)))
             }
-            _ if !is_ago(self.demanded, CALM_AFTER) => 1,
+            _ if !is_ago(self.demanded, IDLE_AFTER) => 1,
             Urgency::Demand | Urgency::WorkingSet => WORKING_SET_MAX,
             Urgency::Memory | Urgency::Disks => BEHIND_MAX,
         }
@@ -241,12 +241,12 @@ mod tests {
         drop(scheduler.take(Urgency::Memory));
         scheduler.state().lasted = LASTED_MAX;
         drop(scheduler.take(Urgency::Demand));
-        scheduler.state().demanded = Instant::now().checked_sub(2 * CALM_AFTER);
+        scheduler.state().demanded = Instant::now().checked_sub(2 * IDLE_AFTER);
         assert!(scheduler.try_take(Urgency::Memory).is_none(), "it is as long ago as a request on a fast wire takes");
-        scheduler.state().begun = Instant::now().checked_sub(SHARE * LASTED_MAX + CALM_AFTER);
+        scheduler.state().begun = Instant::now().checked_sub(SHARE * LASTED_MAX + IDLE_AFTER);
         assert!(scheduler.try_take(Urgency::Memory).is_some(), "the others' share");
         scheduler.state().lasted = LASTED_MAX;
-        scheduler.state().demanded = Instant::now().checked_sub(LASTED_MAX + CALM_AFTER);
+        scheduler.state().demanded = Instant::now().checked_sub(LASTED_MAX + IDLE_AFTER);
         assert!(scheduler.try_take(Urgency::Memory).is_some());
     }
 

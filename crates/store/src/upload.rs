@@ -4,7 +4,7 @@ use std::io::{self, ErrorKind, Read};
 
 use object_store::ObjectStoreExt;
 
-use crate::http::Leash;
+use crate::http::CancelToken;
 use crate::parts::{LOOK_EVERY, Parts, part_bytes};
 use crate::store::run;
 use crate::{Store, StoreError};
@@ -68,14 +68,14 @@ pub(crate) async fn watched<T>(
     work: impl Future<Output = object_store::Result<T>>,
     go_on: &mut dyn FnMut(u64) -> bool,
 ) -> Result<object_store::Result<T>, UploadError> {
-    let leash = Leash::default();
+    let leash = CancelToken::default();
     let mut work = std::pin::pin!(leash.hold(work));
     while go_on(0) {
         if let Ok(done) = tokio::time::timeout(LOOK_EVERY, &mut work).await {
             return Ok(done);
         }
     }
-    leash.call_off();
+    leash.cancel();
     while leash.is_under_way() {
         if let Ok(done) = tokio::time::timeout(LOOK_EVERY, &mut work).await {
             return done.map(Ok).map_err(|_| UploadError::Stopped);

@@ -42,7 +42,7 @@ const LOOK_AGAIN: Duration = Duration::from_millis(50);
 
 /// Treatment of a read of bytes that have not arrived.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Conduct {
+pub enum MissPolicy {
     /// It gets an error: nobody brings anything.
     Refuse,
     /// It waits, unless the bytes cannot be brought now: then it gets the reason. Nothing else is brought.
@@ -77,7 +77,7 @@ struct Stuck {
 
 #[derive(Debug)]
 struct State {
-    conduct: Conduct,
+    miss_policy: MissPolicy,
     missing: BTreeSet<u64>,
     under_way: HashSet<u64>,
     /// In the order in which readers asked for them.
@@ -123,7 +123,7 @@ impl Arrival {
         note::sync_folder(path)
     }
 
-    /// Opens a file. `None` if it is complete. At first, readers are refused (`Conduct::Refuse`).
+    /// Opens a file. `None` if it is complete. At first, readers are refused (`MissPolicy::Refuse`).
     pub fn open(path: &Path) -> io::Result<Option<Self>> {
         let Some((note, noted)) = Note::open(path)? else { return Ok(None) };
         let file = OpenOptions::new().read(true).write(true).open(path)?;
@@ -144,7 +144,7 @@ impl Arrival {
             unit_bytes: noted.units.iter().map(|(unit, _)| length_of(*unit, noted.bytes)).sum(),
             units: noted.units,
             state: Mutex::new(State {
-                conduct: Conduct::Refuse,
+                miss_policy: MissPolicy::Refuse,
                 next: missing.first().copied().unwrap_or_default(),
                 missing,
                 under_way: HashSet::new(),
@@ -195,8 +195,8 @@ impl Arrival {
     }
 
     /// Sets what becomes of readers from now on, also of those that wait.
-    pub fn set_conduct(&self, conduct: Conduct) {
-        self.state().conduct = conduct;
+    pub fn set_miss_policy(&self, miss_policy: MissPolicy) {
+        self.state().miss_policy = miss_policy;
         self.changed.notify_all();
     }
 
@@ -211,7 +211,7 @@ impl Arrival {
         self.state().stopped
     }
 
-    /// Waits until these bytes are in the file, or does what the conduct says.
+    /// Waits until these bytes are in the file, or as the policy says.
     pub fn wait(&self, bytes: Range<u64>) -> io::Result<()> {
         if bytes.is_empty() || self.is_complete() {
             return Ok(());
@@ -383,11 +383,11 @@ impl State {
     }
 
     fn refusal(&self) -> Option<&str> {
-        match self.conduct {
+        match self.miss_policy {
             _ if self.stopped => Some("it was cancelled"),
-            Conduct::Refuse => Some("no process fetches it now"),
-            Conduct::Urge => self.stuck.values().next().map(|stuck| stuck.why.as_str()),
-            Conduct::Wait => None,
+            MissPolicy::Refuse => Some("no process fetches it now"),
+            MissPolicy::Urge => self.stuck.values().next().map(|stuck| stuck.why.as_str()),
+            MissPolicy::Wait => None,
         }
     }
 
@@ -402,7 +402,7 @@ impl State {
 
     /// A missing unit that nobody waits for.
     fn unwanted(&self) -> Option<u64> {
-        if self.conduct != Conduct::Wait {
+        if self.miss_policy != MissPolicy::Wait {
             return None;
         }
         let is_free = |unit: &&u64| !self.under_way.contains(unit);

@@ -58,7 +58,7 @@ impl Stand {
     }
 
     fn land_all(&self, arrival: &Arrival) {
-        arrival.set_conduct(Conduct::Wait);
+        arrival.set_miss_policy(MissPolicy::Wait);
         while let Some((order, _)) = arrival.next(|| Some(())) {
             assert!(arrival.land(order, self.unit(order.unit)).unwrap());
         }
@@ -199,7 +199,7 @@ fn wanted_units_come_first() {
         arrival.next(leave).map(|(order, leave)| (order.unit, leave)).unwrap()
     };
     assert_eq!((next(), next()), ((10, None), (4, None)));
-    arrival.set_conduct(Conduct::Wait);
+    arrival.set_miss_policy(MissPolicy::Wait);
     assert_eq!(next(), (5, Some("leave")));
     leave.store(false, Relaxed);
     // Nobody has to be asked for what somebody waits for.
@@ -230,7 +230,7 @@ fn reader_waits_only_for_missing_bytes() {
     let arrival = stand.open();
     arrival.wait(3 * UNIT_BYTES..4 * UNIT_BYTES).unwrap();
     arrival.wait(7..7).unwrap();
-    arrival.set_conduct(Conduct::Wait);
+    arrival.set_miss_policy(MissPolicy::Wait);
     let (tell, hear) = mpsc::channel();
     thread::scope(|scope| {
         let arrival = &arrival;
@@ -255,7 +255,7 @@ fn waiting_readers_get_an_error_when_refused() {
     let check = |end: &(dyn Fn(&Arrival) + Sync), expect: &str| {
         let stand = Stand::new();
         let arrival = stand.open();
-        arrival.set_conduct(Conduct::Wait);
+        arrival.set_miss_policy(MissPolicy::Wait);
         let error = thread::scope(|scope| {
             let waits = scope.spawn(|| arrival.wait(0..1));
             // It is wanted: somebody waits.
@@ -266,10 +266,10 @@ fn waiting_readers_get_an_error_when_refused() {
         });
         assert!(error.contains("disk-root: has not arrived completely") && error.contains(expect), "{error}");
     };
-    check(&|arrival| arrival.set_conduct(Conduct::Refuse), "no process fetches it");
+    check(&|arrival| arrival.set_miss_policy(MissPolicy::Refuse), "no process fetches it");
     check(&Arrival::stop, "cancelled");
     let hopeless = |arrival: &Arrival| {
-        arrival.set_conduct(Conduct::Urge);
+        arrival.set_miss_policy(MissPolicy::Urge);
         arrival.failed(Order { unit: 0 }, "the store is gone", true);
     };
     check(&hopeless, "the store is gone");
@@ -305,7 +305,7 @@ fn overlays_wait_for_arriving_bytes() {
     let link = stand.folder.path().join("link");
     std::fs::hard_link(stand.path(), &link).unwrap();
     let arrival = stand.open();
-    arrival.set_conduct(Conduct::Wait);
+    arrival.set_miss_policy(MissPolicy::Wait);
     let arrivals = Arrivals(vec![arrival.clone()]);
     let readers = [(&top, Format::Qcow2), (&link, Format::Raw)]
         .map(|(path, format)| ImageReader::open_over(path, format, &arrivals).unwrap());
@@ -331,7 +331,7 @@ fn queued_reads_are_requested_at_once() {
     let top = stand.folder.path().join("top.qcow2");
     create_overlay_over_arriving(&top, &stand.path(), "raw").unwrap();
     let arrival = stand.open();
-    arrival.set_conduct(Conduct::Wait);
+    arrival.set_miss_policy(MissPolicy::Wait);
     let options = ImageOptions {
         path: top,
         format: Format::Qcow2,

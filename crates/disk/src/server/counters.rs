@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use crate::pulse::Pulse;
+use crate::heartbeat::Heartbeat;
 
 /// A reading of the counters of one disk, since it was started.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
@@ -57,8 +57,8 @@ macro_rules! counters {
     ($($name:ident),*) => {
         #[derive(Default)]
         pub struct Counters {
-            /// Pulse of the disk's thread.
-            pub pulse: Pulse,
+            /// Heartbeat of the disk's thread.
+            pub heartbeat: Heartbeat,
             pub connected: AtomicBool,
             pub spoken: AtomicBool,
             pub successor: AtomicBool,

@@ -22,6 +22,7 @@ mod disk;
 mod foreign;
 #[cfg(test)]
 mod fuzz;
+mod incoming;
 mod inflight;
 mod listener;
 mod memory;
@@ -35,7 +36,6 @@ mod ring;
 mod sigbus;
 mod signaller;
 mod transfer;
-mod visitors;
 mod wire;
 mod worker;
 
@@ -50,9 +50,9 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 pub use counters::DiskCounters;
+pub use incoming::{Expected, Peer};
 pub use inflight::memory_name as inflight_name;
 pub use recorder::Tracking;
-pub use visitors::{Expected, Peer};
 pub use worker::{Handle, Pause, Worker};
 
 use crate::block::DiskId;
@@ -60,10 +60,10 @@ use crate::buffer::BufferPool;
 use crate::clock::Clock;
 use crate::engine::Engine;
 use crate::gate::Gate;
+use crate::heartbeat::Heartbeat;
 use crate::image::{Committer, FrozenImage, Image, ImageError};
 use crate::limit::Limits;
 use crate::pressure::Pressure;
-use crate::pulse::Pulse;
 use crate::write_log::WriteLog;
 use counters::Counters;
 use death::Death;
@@ -296,7 +296,7 @@ impl Observer {
 }
 
 /// Tells a disk's server who may connect, from any thread. Outlives the server.
-pub struct Doorkeeper {
+pub struct PeerControl {
     name: String,
     commands: Sender<Command>,
     wake: Arc<OwnedFd>,
@@ -308,7 +308,7 @@ pub struct Heard {
     answer: Receiver<()>,
 }
 
-impl Doorkeeper {
+impl PeerControl {
     /// Says who may connect from now on, without waiting until the disk's thread has heard it.
     pub fn expect(&self, expected: Expected) -> Result<Heard, ServerError> {
         let answer = ask(&self.name, &self.commands, &self.wake, |reply| Command::Expect(expected, reply))?;
@@ -395,8 +395,8 @@ impl DiskServer {
     }
 
     /// Does what `expect` does, for a thread that starts a QEMU.
-    pub fn doorkeeper(&self) -> Doorkeeper {
-        Doorkeeper { name: self.name.clone(), commands: self.commands.clone(), wake: self.wake.clone() }
+    pub fn peer_control(&self) -> PeerControl {
+        PeerControl { name: self.name.clone(), commands: self.commands.clone(), wake: self.wake.clone() }
     }
 
     /// Sets whether a second QEMU may connect to take over from the first. If not, one that waits is cut off.
@@ -459,9 +459,9 @@ impl DiskServer {
         &self.description
     }
 
-    /// Pulse of its thread, for a watchdog. Outlives the server.
-    pub fn pulse(&self) -> Pulse {
-        self.counters.pulse.clone()
+    /// Heartbeat of its thread, for a watchdog. Outlives the server.
+    pub fn heartbeat(&self) -> Heartbeat {
+        self.counters.heartbeat.clone()
     }
 
     /// The disk's counters so far.

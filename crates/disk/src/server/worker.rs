@@ -22,13 +22,13 @@ use super::connection::{Connection, ConnectionError};
 use super::counters::{Counters, DiskCounters, add};
 use super::disk::Disk;
 use super::foreign::{ForeignFd, MemoryFile};
+use super::incoming::{Expected, IncomingConnection, IncomingConnections};
 use super::inflight;
 use super::listener::{SocketFile, listen};
 use super::memory::MemoryError;
 use super::peers::Peers;
 use super::poller::{self, Event, Poller, Source, Watched, clear};
 use super::recorder::Tracking;
-use super::visitors::{Expected, Visitor, Visitors};
 use super::wire::WireError;
 use super::{Backing, DiskOptions, ServerError, check};
 use crate::clock::Clock;
@@ -109,7 +109,7 @@ pub struct Worker {
     poller: Rc<Poller>,
     listener: Watched<SocketFile>,
     listening: bool,
-    visitors: Visitors,
+    incoming: IncomingConnections,
     command_wake: Watched<Arc<OwnedFd>>,
     commands: Receiver<Command>,
     timer: Watched<OwnedFd>,
@@ -178,7 +178,7 @@ impl Worker {
             peers: Peers::new(Arc::clone(&disk.counters().write_through)),
             listener: Watched::new(&poller, listener, Source::Listener)?,
             listening: true,
-            visitors: Visitors::new(expected),
+            incoming: IncomingConnections::new(expected),
             command_wake: Watched::new(&poller, Arc::new(command_wake), Source::Command)?,
             commands,
             timer: Watched::new(&poller, timer, Source::Timer)?,
@@ -228,12 +228,12 @@ impl Worker {
     pub fn turn(&mut self, at_most: Option<Duration>) -> io::Result<Pause> {
         let mut events = std::mem::take(&mut self.events);
         self.poller.wait(at_most, &mut events)?;
-        self.disk.counters().pulse.begin();
+        self.disk.counters().heartbeat.begin();
         events.drain(..).for_each(|event| self.note(event));
         self.events = events;
         let pause = self.work();
         self.settle();
-        self.disk.counters().pulse.end();
+        self.disk.counters().heartbeat.end();
         Ok(pause)
     }
 
@@ -324,7 +324,7 @@ impl Worker {
         failed.extend(without_memory.map(|connection| (connection.id, MemoryError::Lost.into())));
         failed.into_iter().for_each(|(id, error)| self.lost(id, error));
         self.welcome();
-        let decided = !self.visitors.expected.undecided && !self.is_held_up();
+        let decided = !self.incoming.expected.undecided && !self.is_held_up();
         if decided != self.listening && self.listener.listen(decided).is_ok() {
             // Connections that come while it is not known who is expected wait in the listener's backlog.
             self.listening = decided;
@@ -347,7 +347,7 @@ impl Worker {
     }
 
     fn accept(&mut self) {
-        if self.visitors.expected.undecided || self.is_held_up() {
+        if self.incoming.expected.undecided || self.is_held_up() {
             return;
         }
         self.judge_backlog(VISITORS_A_LOOK);
@@ -362,7 +362,7 @@ impl Worker {
             }
             let socket = self.listener.get();
             match socket.listener.accept() {
-                Ok((stream, _)) => self.visitors.arrived(&self.name, &socket.path, stream),
+                Ok((stream, _)) => self.incoming.arrived(&self.name, &socket.path, stream),
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
                 Err(error) => return tracing::warn!(disk = self.name, %error, "cannot accept QEMU"),
             }
@@ -372,14 +372,14 @@ impl Worker {
     /// A new QEMU waits in the lobby until the last one's writes are on the disk.
     fn welcome(&mut self) {
         while self.peers.has_room(self.disk.is_idle()) && !self.is_held_up() {
-            match self.visitors.next() {
-                Some(visitor) => self.serve(visitor),
+            match self.incoming.next() {
+                Some(incoming_connection) => self.serve(incoming_connection),
                 None => return,
             }
         }
     }
 
-    fn serve(&mut self, Visitor { pid, stream }: Visitor) {
+    fn serve(&mut self, IncomingConnection { pid, stream }: IncomingConnection) {
         self.next_connection = self.next_connection.wrapping_add(1);
         let (id, ram) = (self.next_connection, self.disk.ram());
         match Connection::new(id, pid, &self.name, stream, &self.poller, self.disk.device(), ram) {
@@ -399,10 +399,10 @@ impl Worker {
     /// Sets who may connect from now on. Connections of others are closed, those in the backlog as well.
     fn expect(&mut self, expected: Expected) {
         let undecided = expected.undecided;
-        self.visitors.expect(Expected { undecided: false, ..expected });
+        self.incoming.expect(Expected { undecided: false, ..expected });
         self.judge_backlog(BACKLOG_MAX);
-        self.visitors.expected.undecided = undecided;
-        let unexpected = self.peers.iter_mut().filter(|peer| !self.visitors.expected.includes(peer.pid));
+        self.incoming.expected.undecided = undecided;
+        let unexpected = self.peers.iter_mut().filter(|peer| !self.incoming.expected.includes(peer.pid));
         let unexpected: Vec<_> = unexpected.map(|peer| peer.id).collect();
         unexpected.into_iter().for_each(|id| self.hang_up(id));
     }

@@ -205,7 +205,7 @@ fn a_qemu_without_a_keeper_keeps_its_ports() {
         accelerator_why: String::new(),
         userfault_fd: None,
         helper_fd: None,
-        deaf: false,
+        stale: false,
         at_start: None,
         vmgenid: None,
         guest_agent: false,

@@ -12,7 +12,7 @@ use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-use hearth_memory::{Lasting, replace_file};
+use hearth_memory::{Durability, replace_file};
 use hearth_qemu::kill_stray;
 use rustix::fs::{FlockOperation, flock};
 
@@ -39,7 +39,7 @@ impl CloneNote {
         // The note gets its name only when locked and complete, because others take an unlocked note for a dead
         // rehearsal's.
         let noted = fs::create_dir_all(root.path()).and_then(|()| {
-            replace_file(&note, Lasting::Process, |file| {
+            replace_file(&note, Durability::Process, |file| {
                 flock(&*file, FlockOperation::NonBlockingLockExclusive)?;
                 file.write_all(folder.as_os_str().as_bytes())?;
                 file.try_clone()

@@ -13,7 +13,7 @@ use crate::in_force::{in_force, kept_machine_type};
 use crate::machine::could_take_over;
 use crate::problem::Problem;
 use crate::runtime_root::RuntimeRoot;
-use crate::upgrade::Consent;
+use crate::upgrade::TakeOverAnswer;
 
 /// The checked configuration, also for a running guest, and the machine's locked folders. The error lists everything that
 /// keeps the machine from running.
@@ -53,7 +53,7 @@ fn without_file(file: &Path, root: &RuntimeRoot, problems: &[Problem]) -> Option
 pub fn for_new(file: &Path, root: &RuntimeRoot) -> Result<(InForce, Folders), CliError> {
     let configured = Configured::load(file, root).map_err(|problems| wrong(file, root, problems))?;
     let must_be_free = |config: &Config| match check::guest_in_the_way(config, root) {
-        Some(problem) => Err(CliError::Surroundings { file: file.to_owned(), problems: vec![problem] }),
+        Some(problem) => Err(CliError::Unready { file: file.to_owned(), problems: vec![problem] }),
         None => Ok(()),
     };
     if !life::has_keeper(&configured.config.runtime_folder) {
@@ -69,7 +69,7 @@ fn must_run(in_force: InForce, file: &Path, root: &RuntimeRoot) -> Result<(InFor
     let config = &in_force.now.config;
     let (problems, qemu) = check::check_and_find_qemu(config, root, Purpose::Run);
     if problems.iter().any(Problem::is_error) {
-        return Err(CliError::Surroundings { file: file.to_owned(), problems });
+        return Err(CliError::Unready { file: file.to_owned(), problems });
     }
     for problem in problems {
         tracing::warn!("{}: {}; {}", problem.subject, problem.message, problem.hint);
@@ -128,16 +128,16 @@ pub fn check_take_over(context: &mut Context<'_>, file: &Path) -> Result<Exit, C
     let mut problems = check::check(&config, &context.root, Purpose::TakeOver);
     problems.retain(Problem::is_error);
     if !problems.is_empty() {
-        return Err(CliError::Surroundings { file: file.to_owned(), problems });
+        return Err(CliError::Unready { file: file.to_owned(), problems });
     }
     if !could_take_over(&config).map_err(CliError::TakeOver)? {
         return Err(context.not_running(&config.name));
     }
-    let consent = Consent { machine: config.name, version: env!("CARGO_PKG_VERSION").to_owned() };
+    let answer = TakeOverAnswer { machine: config.name, version: env!("CARGO_PKG_VERSION").to_owned() };
     if context.json {
-        context.write_json(&consent)?;
+        context.write_json(&answer)?;
     } else {
-        context.write_line(&format!("{}: hearth {} can take it over", consent.machine, consent.version))?;
+        context.write_line(&format!("{}: hearth {} can take it over", answer.machine, answer.version))?;
     }
     Ok(Exit::Done)
 }

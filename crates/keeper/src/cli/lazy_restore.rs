@@ -170,7 +170,7 @@ pub fn make_machine(
 ) -> Result<(InForce, Folders), CliError> {
     let folder = folder.to_owned();
     DirBuilder::new().mode(0o700).create(&folder).map_err(|source| CliError::File { path: folder.clone(), source })?;
-    let made = furnish(draft, name, &folder, order).and_then(|file| configuration::for_new(&file, root));
+    let made = create_files(draft, name, &folder, order).and_then(|file| configuration::for_new(&file, root));
     // This command has just created the folder.
     made.inspect_err(|_| remove_machine(&folder))
 }
@@ -183,7 +183,7 @@ fn remove_machine(folder: &Path) {
 
 /// Creates disks, the order to start from the snapshot, and last `machine.toml`, so that whoever finds it finds the
 /// others.
-fn furnish(draft: Draft<'_>, name: &str, folder: &Path, order: &RestoreOrder) -> Result<PathBuf, CliError> {
+fn create_files(draft: Draft<'_>, name: &str, folder: &Path, order: &RestoreOrder) -> Result<PathBuf, CliError> {
     let Draft { snapshot, typed, settings, trust } = draft;
     let (mut disks, saved) = (Vec::new(), saved_disks(folder));
     if snapshot.is_far() && !snapshot.manifest.disks.is_empty() {

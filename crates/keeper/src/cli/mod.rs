@@ -388,7 +388,7 @@ pub enum CliError {
     #[error("{file}: the machine cannot run")]
     Configuration { file: PathBuf, problems: Vec<Problem> },
     #[error("{file}: the machine cannot run now")]
-    Surroundings { file: PathBuf, problems: Vec<Problem> },
+    Unready { file: PathBuf, problems: Vec<Problem> },
     #[error(
         "{file}: the machine's QEMU (pid {qemu_pid}) still runs; correct the file, then take it over with `hearth run`"
     )]
@@ -441,7 +441,7 @@ impl CliError {
         match self {
             Self::NotRunning { .. } | Self::Orphaned { .. } | Self::Parked { .. } => Exit::NotRunning,
             Self::Configuration { .. } => Exit::Wrong,
-            Self::Surroundings { .. } | Self::CannotTakeOver { .. } => Exit::Later,
+            Self::Unready { .. } | Self::CannotTakeOver { .. } => Exit::Later,
             // `hearth events web | head` is not a failure.
             Self::Output(error) if error.kind() == io::ErrorKind::BrokenPipe => Exit::Done,
             _ => Exit::Failed,
@@ -510,7 +510,7 @@ fn complain(error: &CliError) {
         return;
     }
     if let CliError::Configuration { problems, .. }
-    | CliError::Surroundings { problems, .. }
+    | CliError::Unready { problems, .. }
     | CliError::CannotTakeOver { problems, .. } = error
     {
         problems.iter().for_each(|problem| eprintln!("{problem}"));

@@ -46,7 +46,7 @@ enum Goal {
 
 /// An event's meaning for a goal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Bearing {
+enum Relevance {
     Reached,
     /// The goal can no longer be reached.
     Lost,
@@ -164,13 +164,13 @@ pub fn save(context: &mut Context<'_>, name: &str, request: &SaveRequest, wait: 
     let accepted = context.ask(name, |client| client.send(request))?;
     let goal = if request.then == SaveThen::Stop { Goal::SavedAndStopped } else { Goal::Saved };
     if wait {
-        call_off_when_interrupted(context, name)?;
+        cancel_when_interrupted(context, name)?;
     }
     conclude(context, name, accepted, wait.then_some(goal))
 }
 
 /// Ctrl-C cancels the save and waits for its end; a second Ctrl-C exits at once.
-fn call_off_when_interrupted(context: &Context<'_>, name: &str) -> Result<(), CliError> {
+fn cancel_when_interrupted(context: &Context<'_>, name: &str) -> Result<(), CliError> {
     let client = context.client(name);
     let mut signals = Signals::new([SIGINT]).map_err(CliError::Signals)?;
     let listen = move || {
@@ -231,14 +231,14 @@ fn wait_for(context: &mut Context<'_>, name: &str, accepted: Accepted, goal: Goa
     for record in stream {
         let record = record.map_err(|error| context.explained(name, error))?;
         show(context, &record)?;
-        match goal.bearing(&record) {
-            Bearing::Reached if goal.stops() => {
+        match goal.relevance(&record) {
+            Relevance::Reached if goal.stops() => {
                 stopped = true;
                 break;
             }
-            Bearing::Reached => return Ok(()),
-            Bearing::Lost => return Err(lost(name, &record.event)),
-            Bearing::Open => {}
+            Relevance::Reached => return Ok(()),
+            Relevance::Lost => return Err(lost(name, &record.event)),
+            Relevance::Open => {}
         }
     }
     // The keeper has ended or is about to. The next start of the machine must not find it.
@@ -294,29 +294,29 @@ impl Goal {
         matches!(self, Self::Stopped | Self::SavedAndStopped)
     }
 
-    fn bearing(self, record: &EventRecord) -> Bearing {
+    fn relevance(self, record: &EventRecord) -> Relevance {
         match (self, &record.event) {
             (Self::NextAfter(number), EventKind::IncarnationStarted { .. }) if record.incarnation > number => {
-                Bearing::Reached
+                Relevance::Reached
             }
             (Self::Stopped | Self::SavedAndStopped, EventKind::StateChanged { to: MachineState::Stopped, .. }) => {
-                Bearing::Reached
+                Relevance::Reached
             }
             (Self::Dumped | Self::DumpOver, EventKind::DumpComplete { .. })
-            | (Self::DumpOver, EventKind::DumpIncomplete { .. }) => Bearing::Reached,
-            (Self::Dumped, EventKind::DumpIncomplete { .. } | EventKind::DumpWaits { .. }) => Bearing::Lost,
+            | (Self::DumpOver, EventKind::DumpIncomplete { .. }) => Relevance::Reached,
+            (Self::Dumped, EventKind::DumpIncomplete { .. } | EventKind::DumpWaits { .. }) => Relevance::Lost,
             (Self::NextAfter(_), EventKind::StateChanged { to: MachineState::Stopped | MachineState::Paused, .. }) => {
-                Bearing::Lost
+                Relevance::Lost
             }
-            (Self::Rejuvenated, EventKind::Rejuvenated { .. }) => Bearing::Reached,
+            (Self::Rejuvenated, EventKind::Rejuvenated { .. }) => Relevance::Reached,
             (Self::Rejuvenated, EventKind::RejuvenationFailed { .. } | EventKind::IncarnationEnded { .. }) => {
-                Bearing::Lost
+                Relevance::Lost
             }
             (Self::Saved | Self::SaveOver, EventKind::Saved { .. })
-            | (Self::SaveOver, EventKind::SaveFailed { .. }) => Bearing::Reached,
-            (Self::Saved | Self::SavedAndStopped, EventKind::SaveFailed { .. }) => Bearing::Lost,
-            (_, EventKind::StateChanged { to: MachineState::Failed, .. }) => Bearing::Lost,
-            _ => Bearing::Open,
+            | (Self::SaveOver, EventKind::SaveFailed { .. }) => Relevance::Reached,
+            (Self::Saved | Self::SavedAndStopped, EventKind::SaveFailed { .. }) => Relevance::Lost,
+            (_, EventKind::StateChanged { to: MachineState::Failed, .. }) => Relevance::Lost,
+            _ => Relevance::Open,
         }
     }
 }
@@ -325,34 +325,34 @@ impl Goal {
 mod tests {
     use super::*;
 
-    fn check(goal: Goal, incarnation: u32, event: EventKind, expect: Bearing) {
+    fn check(goal: Goal, incarnation: u32, event: EventKind, expect: Relevance) {
         let record = EventRecord { sequence: 1, time: String::new(), machine: "web".into(), incarnation, event };
-        assert_eq!(goal.bearing(&record), expect, "{goal:?} {:?}", record.event);
+        assert_eq!(goal.relevance(&record), expect, "{goal:?} {:?}", record.event);
     }
 
     #[test]
     fn goals_are_reached_and_lost() {
         let started = || EventKind::IncarnationStarted { generation: 3, warm: true };
         let entered = |to| EventKind::StateChanged { from: MachineState::Running, to };
-        check(Goal::NextAfter(2), 3, started(), Bearing::Reached);
-        check(Goal::NextAfter(2), 2, started(), Bearing::Open);
-        check(Goal::NextAfter(2), 2, entered(MachineState::Failed), Bearing::Lost);
-        check(Goal::NextAfter(2), 2, entered(MachineState::Stopped), Bearing::Lost);
-        check(Goal::NextAfter(2), 2, entered(MachineState::Paused), Bearing::Lost);
-        check(Goal::NextAfter(2), 2, entered(MachineState::Recovering), Bearing::Open);
-        check(Goal::Stopped, 2, entered(MachineState::Stopped), Bearing::Reached);
-        check(Goal::Stopped, 2, entered(MachineState::Failed), Bearing::Lost);
-        check(Goal::Stopped, 2, EventKind::GuestPanicked, Bearing::Open);
-        check(Goal::SavedAndStopped, 2, entered(MachineState::Stopped), Bearing::Reached);
+        check(Goal::NextAfter(2), 3, started(), Relevance::Reached);
+        check(Goal::NextAfter(2), 2, started(), Relevance::Open);
+        check(Goal::NextAfter(2), 2, entered(MachineState::Failed), Relevance::Lost);
+        check(Goal::NextAfter(2), 2, entered(MachineState::Stopped), Relevance::Lost);
+        check(Goal::NextAfter(2), 2, entered(MachineState::Paused), Relevance::Lost);
+        check(Goal::NextAfter(2), 2, entered(MachineState::Recovering), Relevance::Open);
+        check(Goal::Stopped, 2, entered(MachineState::Stopped), Relevance::Reached);
+        check(Goal::Stopped, 2, entered(MachineState::Failed), Relevance::Lost);
+        check(Goal::Stopped, 2, EventKind::GuestPanicked, Relevance::Open);
+        check(Goal::SavedAndStopped, 2, entered(MachineState::Stopped), Relevance::Reached);
         let waits = || EventKind::DumpWaits { file: String::new(), why: String::new() };
         let complete = EventKind::DumpComplete { file: String::new(), pages: 1, bytes: 1, duration_ms: 1.0 };
         let incomplete = || EventKind::DumpIncomplete { file: String::new(), why: String::new() };
-        check(Goal::Dumped, 2, waits(), Bearing::Lost);
-        check(Goal::DumpOver, 2, waits(), Bearing::Open);
-        check(Goal::Dumped, 2, complete, Bearing::Reached);
-        check(Goal::Dumped, 2, incomplete(), Bearing::Lost);
-        check(Goal::DumpOver, 2, incomplete(), Bearing::Reached);
-        check(Goal::NextAfter(2), 2, waits(), Bearing::Open);
+        check(Goal::Dumped, 2, waits(), Relevance::Lost);
+        check(Goal::DumpOver, 2, waits(), Relevance::Open);
+        check(Goal::Dumped, 2, complete, Relevance::Reached);
+        check(Goal::Dumped, 2, incomplete(), Relevance::Lost);
+        check(Goal::DumpOver, 2, incomplete(), Relevance::Reached);
+        check(Goal::NextAfter(2), 2, waits(), Relevance::Open);
         let not_saved = || EventKind::SaveFailed { folder: String::new(), why: String::new() };
         let saved = || EventKind::Saved {
             folder: String::new(),
@@ -365,14 +365,14 @@ mod tests {
             pages_held: 1,
             pages_on_disks: 0,
         };
-        check(Goal::Saved, 2, saved(), Bearing::Reached);
-        check(Goal::Saved, 2, not_saved(), Bearing::Lost);
-        check(Goal::Stopped, 2, saved(), Bearing::Open);
+        check(Goal::Saved, 2, saved(), Relevance::Reached);
+        check(Goal::Saved, 2, not_saved(), Relevance::Lost);
+        check(Goal::Stopped, 2, saved(), Relevance::Open);
         // The stop has called the save off.
-        check(Goal::Stopped, 2, not_saved(), Bearing::Open);
-        check(Goal::SavedAndStopped, 2, saved(), Bearing::Open);
-        check(Goal::SavedAndStopped, 2, not_saved(), Bearing::Lost);
-        check(Goal::SaveOver, 2, not_saved(), Bearing::Reached);
+        check(Goal::Stopped, 2, not_saved(), Relevance::Open);
+        check(Goal::SavedAndStopped, 2, saved(), Relevance::Open);
+        check(Goal::SavedAndStopped, 2, not_saved(), Relevance::Lost);
+        check(Goal::SaveOver, 2, not_saved(), Relevance::Reached);
     }
 
     #[test]
@@ -381,7 +381,7 @@ mod tests {
             |guest_lost| EventKind::RejuvenationFailed { phase: "hand".into(), why: "it ended".into(), guest_lost };
         let ended = |cause| EventKind::IncarnationEnded { cause };
         let check_words = |event: EventKind, expect: &str| {
-            check(Goal::Rejuvenated, 2, event.clone(), Bearing::Lost);
+            check(Goal::Rejuvenated, 2, event.clone(), Relevance::Lost);
             let words = lost("web", &event).to_string();
             assert!(words.contains(expect), "{words}");
         };

@@ -49,7 +49,7 @@ impl OwnFile {
     }
 
     /// Whether its disk of this name has this backing image.
-    fn lies_over(&self, disk: &str, backing: &str) -> bool {
+    fn has_backing(&self, disk: &str, backing: &str) -> bool {
         let own = self.config.disks.iter().find(|own| own.name == disk);
         own.and_then(|own| backing_image(&own.path, own.format.name()).ok().flatten()).is_some_and(|own| own == backing)
     }
@@ -83,7 +83,7 @@ impl Trust {
     pub fn check_disk(&self, disk: &DiskPart, image: &Path) -> Result<(), CliError> {
         let Self::Operator(own) = self else { return Ok(()) };
         let backing = backing_image(image, &disk.format)?;
-        match backing.filter(|backing| !own.as_ref().is_some_and(|own| own.lies_over(&disk.name, backing))) {
+        match backing.filter(|backing| !own.as_ref().is_some_and(|own| own.has_backing(&disk.name, backing))) {
             None => Ok(()),
             Some(backing) => {
                 Err(CliError::Untrusted { file: image.to_owned(), what: format!("backing image {backing:?}") })

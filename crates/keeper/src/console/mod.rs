@@ -19,10 +19,10 @@ use hearth_qemu::{Endpoint, Transcript};
 
 use crate::unix_socket::{ListenError, listen};
 
-mod recall;
 mod relay;
 #[cfg(test)]
 mod tests;
+mod transcript_reader;
 mod typed;
 
 /// Output that a new client sees first: some 800 lines, a Linux boot.
@@ -32,7 +32,7 @@ const CLIENT_BYTES_MAX: usize = 256 << 10;
 /// Maximum input that waits for QEMU; beyond this, clients are not read.
 const TYPED_BYTES_MAX: usize = 16 << 10;
 /// The thread needs at most one round to respond.
-const SETTLE_PATIENCE: Duration = Duration::from_secs(2);
+const SWITCH_PATIENCE: Duration = Duration::from_secs(2);
 const CLIENTS_MAX: usize = 16;
 
 /// The hub of one machine. Dropping it ends its thread and disconnects all clients.
@@ -53,7 +53,7 @@ enum Order {
     /// later input waits.
     Expect(Place, Sender<()>),
     /// The other QEMU has taken over (answered once its output is read), or has not.
-    Settle { taken_over: bool, done: Sender<()> },
+    EndSwitch { taken_over: bool, done: Sender<()> },
 }
 
 /// Address of a QEMU's serial console.
@@ -102,11 +102,11 @@ impl Hub {
     }
 
     /// Continues with the expected QEMU or with the old one. Returns when that is done.
-    pub fn settle(&self, taken_over: bool) {
+    pub fn end_switch(&self, taken_over: bool) {
         let (done, answer) = channel();
-        self.order(Order::Settle { taken_over, done });
+        self.order(Order::EndSwitch { taken_over, done });
         // Fails only if the thread has ended, which it reports itself.
-        let _ = answer.recv_timeout(SETTLE_PATIENCE);
+        let _ = answer.recv_timeout(SWITCH_PATIENCE);
     }
 
     fn order(&self, order: Order) {

@@ -10,7 +10,7 @@ use hearth_qemu::{Endpoint, Stream};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
-use super::recall::Recall;
+use super::transcript_reader::TranscriptReader;
 use super::typed::{Typed, unread_cost};
 use super::{CLIENT_BYTES_MAX, CLIENTS_MAX, Order, Place, SCROLLBACK_BYTES, TYPED_BYTES_MAX};
 
@@ -28,7 +28,7 @@ pub struct Relay {
     /// Address of the QEMU to connect to; none once connected.
     wanted: Option<Place>,
     qemu: Option<Stream>,
-    recall: Option<Recall>,
+    transcript_reader: Option<TranscriptReader>,
     successor: Option<Successor>,
     typed: Typed,
     scrollback: VecDeque<u8>,
@@ -69,7 +69,7 @@ impl Relay {
             orders,
             wanted: None,
             qemu: None,
-            recall: None,
+            transcript_reader: None,
             successor: None,
             typed: Typed::new(),
             scrollback: VecDeque::new(),
@@ -153,8 +153,8 @@ impl Relay {
                     self.successor = Some(Successor { place, stream: None, ready: Some(ready) });
                     self.reach_successor();
                 }
-                Ok(Order::Settle { taken_over, done }) => {
-                    self.settle(taken_over);
+                Ok(Order::EndSwitch { taken_over, done }) => {
+                    self.end_switch(taken_over);
                     // The sender may no longer wait.
                     let _ = done.send(());
                 }
@@ -167,16 +167,16 @@ impl Relay {
     /// The last output of a QEMU matters, above all a panic's last lines.
     fn let_go(&mut self) {
         while self.qemu.is_some() && self.read_qemu() {}
-        self.lose_qemu();
+        self.disconnect_qemu();
     }
 
-    fn lose_qemu(&mut self) {
+    fn disconnect_qemu(&mut self) {
         self.qemu = None;
         self.typed.forget();
-        if let Some(mut recall) = self.recall.take()
-            && !recall.is_joined()
+        if let Some(mut transcript_reader) = self.transcript_reader.take()
+            && !transcript_reader.is_joined()
         {
-            self.spread(&recall.news());
+            self.spread(&transcript_reader.news());
         }
     }
 
@@ -185,9 +185,9 @@ impl Relay {
         // QEMU does not listen yet, or a dead keeper's connection still blocks it: the next round tries again.
         if let Ok(stream) = connect_now(&place.qemu) {
             self.qemu = Some(stream);
-            self.recall = self.wanted.take().and_then(|place| place.transcript).map(Recall::new);
+            self.transcript_reader = self.wanted.take().and_then(|place| place.transcript).map(TranscriptReader::new);
             // It may have no more output.
-            let news = self.recall.as_mut().map(Recall::news).unwrap_or_default();
+            let news = self.transcript_reader.as_mut().map(TranscriptReader::news).unwrap_or_default();
             let before = self.scrollback.len();
             self.spread(&news);
             if before > 0 {
@@ -211,7 +211,7 @@ impl Relay {
     }
 
     /// Reads the old QEMU's last output, then switches. Unread input goes to whichever QEMU continues.
-    fn settle(&mut self, taken_over: bool) {
+    fn end_switch(&mut self, taken_over: bool) {
         let Some(successor) = self.successor.take() else { return };
         if taken_over {
             while self.qemu.is_some() && self.read_qemu() {}
@@ -220,10 +220,10 @@ impl Relay {
             }
             self.qemu = successor.stream;
             if self.qemu.is_some() {
-                self.recall = successor.place.transcript.map(Recall::from_its_first_word);
+                self.transcript_reader = successor.place.transcript.map(TranscriptReader::from_start);
                 self.remember();
             } else {
-                (self.recall, self.wanted) = (None, Some(successor.place));
+                (self.transcript_reader, self.wanted) = (None, Some(successor.place));
             }
         }
     }
@@ -245,23 +245,25 @@ impl Relay {
             }
             Err(error) if is_passing(&error) => false,
             Ok(_) | Err(_) => {
-                self.lose_qemu();
+                self.disconnect_qemu();
                 false
             }
         }
     }
 
     fn pass_on(&mut self, came: Vec<u8>) {
-        let output = match (&mut self.recall, &mut self.qemu) {
-            (Some(recall), Some(qemu)) if !recall.is_joined() => recall.join(came, |came| read_more(qemu, came)),
+        let output = match (&mut self.transcript_reader, &mut self.qemu) {
+            (Some(transcript_reader), Some(qemu)) if !transcript_reader.is_joined() => {
+                transcript_reader.join(came, |came| read_more(qemu, came))
+            }
             _ => came,
         };
         self.spread(&output);
     }
 
     fn remember(&mut self) {
-        if let Some(recall) = &mut self.recall {
-            recall.begin_with(self.scrollback.make_contiguous());
+        if let Some(transcript_reader) = &mut self.transcript_reader {
+            transcript_reader.begin_with(self.scrollback.make_contiguous());
         }
     }
 
@@ -269,7 +271,7 @@ impl Relay {
         self.scrollback.extend(output);
         let excess = self.scrollback.len().saturating_sub(SCROLLBACK_BYTES);
         self.scrollback.drain(..excess);
-        if self.recall.as_ref().is_some_and(Recall::needs_room) {
+        if self.transcript_reader.as_ref().is_some_and(TranscriptReader::needs_room) {
             self.remember();
         }
         for client in &mut self.clients {
@@ -304,7 +306,7 @@ impl Relay {
         // There is new input, or input that waits for QEMU.
         let wants = ready.contains(PollFlags::OUT) || !self.typed.is_empty();
         if wants && self.successor.is_none() && !self.typed.send(qemu) {
-            self.lose_qemu();
+            self.disconnect_qemu();
         }
     }
 

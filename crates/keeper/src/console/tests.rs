@@ -108,7 +108,7 @@ fn unread_input_goes_to_the_next_qemu() {
     let listener = UnixListener::bind(fixture.path("serial-2")).unwrap();
     fixture.hub.expect(fixture.place("serial-2"), Duration::from_millis(10));
     let (mut new, _) = listener.accept().unwrap();
-    fixture.hub.settle(true);
+    fixture.hub.end_switch(true);
     client.write_all(b"d").unwrap();
     check_next(&mut new, "bcd");
 }

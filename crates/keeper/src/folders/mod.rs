@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 use hearth_disk::boot_set;
 use hearth_disk::image::LockOwner;
 use hearth_disk::tag::{TAG_KEY_BYTES, Tagger};
-use hearth_memory::{Lasting, replace_file};
+use hearth_memory::{Durability, replace_file};
 use hearth_recovery::rejuvenation::parked;
 use hearth_recovery::{images, random};
 use rustix::fs::{FlockOperation, flock};
@@ -124,7 +124,7 @@ impl Folders {
     }
 
     /// File with the packet gates between a QEMU and its networks.
-    pub fn valves(&self, generation: u32) -> PathBuf {
+    pub fn gates(&self, generation: u32) -> PathBuf {
         self.runtime.join(format!("valves-{generation}"))
     }
 
@@ -158,7 +158,7 @@ impl Folders {
         let nets = (0..8).map(|net| self.passt_pid(net, generation));
         let sockets = [Self::qmp_socket, Self::serial_socket, Self::agent_socket, Self::userfault_socket];
         let sockets = sockets.map(|socket| socket(self, generation));
-        for path in sockets.into_iter().chain(nets).chain([self.valves(generation)]) {
+        for path in sockets.into_iter().chain(nets).chain([self.gates(generation)]) {
             // Most of these never existed; a file that stays is replaced by its next user.
             let _ = fs::remove_file(path);
         }
@@ -248,7 +248,7 @@ fn tag_key(path: &Path) -> io::Result<[u8; TAG_KEY_BYTES]> {
         Err(error) => return Err(error),
     }
     key = random::bytes();
-    replace_file(path, Lasting::Process, |file| file.write_all(&key))?;
+    replace_file(path, Durability::Process, |file| file.write_all(&key))?;
     Ok(key)
 }
 

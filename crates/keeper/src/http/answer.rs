@@ -11,7 +11,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use serde::Serialize;
 
 use super::request::{ReadError, Request, number};
-use super::{Context, HANGUP_PATIENCE, Seat};
+use super::{ClientSlot, Context, HANGUP_PATIENCE};
 use crate::control::{Answer, Command};
 use crate::event_log::Received;
 use crate::metrics;
@@ -31,7 +31,7 @@ enum Reply {
 }
 
 /// Reads a request from the client and answers it. An error means that the client is gone.
-pub fn serve(seat: &Seat, stream: &mut UnixStream) -> io::Result<()> {
+pub fn serve(seat: &ClientSlot, stream: &mut UnixStream) -> io::Result<()> {
     let shared = &seat.shared;
     stream.set_write_timeout(Some(shared.client_patience))?;
     let request = match Request::read(stream, shared.client_patience) {
@@ -108,7 +108,7 @@ fn resized(context: &Context, disk: &str) -> Result<Reply, ApiError> {
 
 fn age(context: &Context) -> Result<Reply, ApiError> {
     match context.control.ask(Command::Age)? {
-        Answer::Age(signs) => Ok(json(&signs.weigh())),
+        Answer::Age(signs) => Ok(json(&signs.assess())),
         other => Err(unexpected(&other)),
     }
 }
@@ -168,7 +168,7 @@ fn reason(status: u16) -> &'static str {
 
 /// Each event is written at once. A client that does not read within the write timeout is dropped; it blocks only its
 /// own thread.
-fn stream_events(seat: &Seat, stream: &mut UnixStream, since: u64) -> io::Result<()> {
+fn stream_events(seat: &ClientSlot, stream: &mut UnixStream, since: u64) -> io::Result<()> {
     stream.write_all(
         b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nCache-Control: no-store\r\nConnection: close\r\n\r\n",
     )?;

@@ -151,7 +151,7 @@ fn is_final(error: &std::io::Error) -> bool {
 
 /// Serves the client in its own thread, or refuses it.
 fn serve(shared: &Arc<Shared>, mut stream: UnixStream) {
-    let Some(seat) = Seat::take(shared) else {
+    let Some(seat) = ClientSlot::take(shared) else {
         let error = ApiError::new(ErrorWord::TooManyClients, format!("too many clients: {CLIENTS_MAX} are connected"))
             .hint("close some of them, or try again");
         // The answer fits into the socket's buffer, and a client that is gone does not need it.
@@ -171,12 +171,12 @@ fn serve(shared: &Arc<Shared>, mut stream: UnixStream) {
 }
 
 /// A client's slot.
-struct Seat {
+struct ClientSlot {
     shared: Arc<Shared>,
     follows: std::cell::Cell<bool>,
 }
 
-impl Seat {
+impl ClientSlot {
     fn take(shared: &Arc<Shared>) -> Option<Self> {
         let mut clients = shared.clients();
         if clients.all == CLIENTS_MAX {
@@ -202,7 +202,7 @@ impl Seat {
     }
 }
 
-impl Drop for Seat {
+impl Drop for ClientSlot {
     fn drop(&mut self) {
         let mut clients = self.shared.clients();
         clients.all -= 1;

@@ -14,7 +14,7 @@ type Action = state::Action<Life, Start>;
 
 impl Machine {
     /// Takes the machine to its next state, and carries out what that asks for.
-    pub(super) fn happens(&mut self, input: Input) -> Result<(), MachineError> {
+    pub(super) fn apply(&mut self, input: Input) -> Result<(), MachineError> {
         for action in self.step(input) {
             self.carry_out(action)?;
         }
@@ -22,7 +22,7 @@ impl Machine {
         Ok(())
     }
 
-    /// As `happens`, for an order. `verb`: what it is called.
+    /// As `apply`, for an order. `verb`: what it is called.
     pub(super) fn ordered(&mut self, verb: &str, input: Input) -> Result<(), ApiError> {
         let actions = self.step(input);
         if let [Action::Refuse] = actions[..] {
@@ -32,8 +32,8 @@ impl Machine {
         Ok(())
     }
 
-    /// As `happens`, for what leads to nothing that can fail.
-    pub(super) fn must_happen(&mut self, input: Input) {
+    /// As `apply`, for what leads to nothing that can fail.
+    pub(super) fn apply_infallible(&mut self, input: Input) {
         let actions = self.step(input);
         self.must_carry_out(actions);
     }
@@ -74,8 +74,8 @@ impl Machine {
             Action::Harvest => return self.harvest(),
             Action::NoteIdleDisks => self.disks.note_idle(&self.context, &self.warm_reboot),
             Action::DumpLiving => self.dump_crashed(),
-            Action::Bury { guest, how, cause, cold } => return self.bury(guest, how, cause, cold),
-            Action::BuryLast { guest, how, cause } => return self.bury_last(guest, how, cause),
+            Action::EndLife { guest, how, cause, cold } => return self.end_life(guest, how, cause, cold),
+            Action::EndLastLife { guest, how, cause } => return self.end_last_life(guest, how, cause),
             Action::TellCrashLoop { delay, next_start } => self.begin_crash_loop(delay, next_start),
             Action::WaitToStart { why, next_start, tell } => self.wait_to_start(why, next_start, tell),
             Action::EndBackOff { began } => {
@@ -83,7 +83,7 @@ impl Machine {
             }
             Action::ForgetBlocks => {
                 self.warm_reboot.forget_disks();
-                self.recovery.turned_cold("requested by the operator".to_owned());
+                self.recovery.set_cold("requested by the operator".to_owned());
             }
             Action::StartNext => return self.start_next(),
             Action::LetRun { launch } => return self.go_on_with_start(launch),

@@ -15,7 +15,7 @@ use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::time::Instant;
 
 use hearth_api::{ArrivalStatus, EventKind};
-use hearth_disk::arrival::{Arrival, Conduct};
+use hearth_disk::arrival::{Arrival, MissPolicy};
 use hearth_recovery::snapshot::{ArrivingDisk, SnapshotError};
 use hearth_store::Scheduler;
 
@@ -89,8 +89,8 @@ impl Backfill {
     }
 
     /// Sets what a read of a missing block does: wait, or fail.
-    pub fn set_conduct(&self, conduct: Conduct) {
-        self.disks.iter().for_each(|one| one.disk.arrival.set_conduct(conduct));
+    pub fn set_miss_policy(&self, conduct: MissPolicy) {
+        self.disks.iter().for_each(|one| one.disk.arrival.set_miss_policy(conduct));
     }
 
     /// Scheduler of requests to the store. Everything that is fetched for this guest must use it.
@@ -126,7 +126,7 @@ impl Backfill {
 }
 
 /// Records a message from the backfill.
-pub fn backfill_says(context: &Context, message: BackfillMessage) {
+pub fn handle_backfill(context: &Context, message: BackfillMessage) {
     context.record(match message {
         BackfillMessage::Waits { why } => EventKind::RestoreWaits { why },
         BackfillMessage::Complete { disk, bytes, duration_ms } => EventKind::DiskComplete { disk, bytes, duration_ms },

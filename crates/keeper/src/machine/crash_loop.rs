@@ -53,7 +53,7 @@ impl Machine {
 
     /// The dead guest is banked, and there is no other guest yet. `delay`: the crash loop's delay before the next
     /// start.
-    pub(super) fn buried(&mut self, delay: Option<Duration>) -> Result<(), MachineError> {
+    pub(super) fn life_over(&mut self, delay: Option<Duration>) -> Result<(), MachineError> {
         let CrashConfig { loop_count, loop_window_s, .. } = self.context.config.crash;
         let why = |next_start: &str| {
             format!(
@@ -61,7 +61,7 @@ impl Machine {
                  {next_start}, or now with `hearth reboot`"
             )
         };
-        self.happens(Input::Buried { back_off: delay.map(|delay| Self::back_off(delay, why)) })
+        self.apply(Input::LifeOver { back_off: delay.map(|delay| Self::back_off(delay, why)) })
     }
 
     pub(super) fn begin_crash_loop(&mut self, delay: Duration, next_start: String) {
@@ -73,7 +73,7 @@ impl Machine {
     /// Backs off after a start that failed.
     pub(super) fn start_failed(&mut self, delay: Duration, why: String) -> Result<(), MachineError> {
         let back_off = Self::back_off(delay, |_| format!("cannot start the next guest yet: {why}"));
-        self.happens(Input::StartFails { why, back_off })
+        self.apply(Input::StartFails { why, back_off })
     }
 
     /// Waits for the next start. `tell` is false for repeated attempts, because the operator already knows why the

@@ -20,7 +20,7 @@ use hearth_recovery::vmcore::dump::incomplete_path;
 
 use super::crash_loop::Crashes;
 use super::dump::{Job, NoThread, Order, Task};
-use super::dumps::{Dumps, Request, dead_ram, shelf};
+use super::dumps::{Dumps, Request, dead_ram, dump_folder};
 use super::gate::GuestMemory;
 use super::state::Input;
 use super::{Context, Machine, MachineError};
@@ -115,7 +115,7 @@ fn can_dump(context: &Context, memory: &GuestMemory) -> bool {
         context.record(EventKind::DumpSkipped { why });
         return false;
     }
-    let prepared = shelf(&context.config).prepare();
+    let prepared = dump_folder(&context.config).prepare();
     if let Err(error) = &prepared {
         context.record(EventKind::DumpSkipped { why: crate::chain(error) });
     }
@@ -135,7 +135,7 @@ impl Machine {
     /// Has a thread read what only a living QEMU can tell; `harvested` follows. If QEMU hangs or lies, only the registers are lost.
     pub(super) fn harvest(&mut self) -> Result<(), MachineError> {
         if !can_dump(&self.context, &self.memory) {
-            return self.happens(Input::Harvested);
+            return self.apply(Input::Harvested);
         }
         let Some(life) = self.state.guest() else { return Ok(()) };
         let (began, incarnation, generation) = (Instant::now(), life.incarnation.number, life.generation.number);
@@ -165,7 +165,7 @@ impl Machine {
             Ok(bytes) => EventKind::RegistersTaken { bytes, duration_ms: took.as_secs_f64() * 1e3 },
             Err(why) => EventKind::DumpWarning { message: format!("no registers: {why}") },
         });
-        self.happens(Input::Harvested)
+        self.apply(Input::Harvested)
     }
 
     /// Notes a dump, without registers, of a guest whose QEMU died by itself.
@@ -179,7 +179,7 @@ impl Machine {
     }
 
     /// The hold with which a dead incarnation is banked. None if it will not be dumped.
-    pub(super) fn hold_for(&mut self, dead: &Incarnation) -> Option<Arc<Hold>> {
+    pub(super) fn dump_hold(&mut self, dead: &Incarnation) -> Option<Arc<Hold>> {
         note_of(&self.context, dead.number)?;
         if let Some(why) = self.no_room_for(dead) {
             self.context.record(EventKind::DumpSkipped { why });
@@ -212,7 +212,7 @@ impl Machine {
         let claim = Claim::new(self.warm_reboot.ember.clone(), hold, dead.number, layout, dead.ram.pages());
         let noted = note_of(&self.context, dead.number).and_then(|note| note.file.clone());
         let begun = noted.is_some();
-        let file = noted.unwrap_or_else(|| shelf(&self.context.config).name(dead.number, SystemTime::now()));
+        let file = noted.unwrap_or_else(|| dump_folder(&self.context.config).name(dead.number, SystemTime::now()));
         if let Some(note) = self.context.journal.dumps.iter_mut().find(|note| note.incarnation == dead.number) {
             note.file = Some(file.clone());
         }
@@ -229,7 +229,7 @@ impl Machine {
         self.crash_recovery.start_next_dump(&self.context);
     }
 
-    pub(super) fn dump_says(&mut self, incarnation: u32, message: DumpMessage) -> Result<(), MachineError> {
+    pub(super) fn handle_dump(&mut self, incarnation: u32, message: DumpMessage) -> Result<(), MachineError> {
         match message {
             DumpMessage::Event(EventKind::CrashReason { message }) => {
                 if let Some(timeline) = &mut self.recovery.timeline {
@@ -249,13 +249,13 @@ impl Machine {
         self.crash_recovery.dumps.over();
         CrashRecovery::forget_dump(&mut self.context, incarnation);
         // While a guest is paused for a dump there is no other dump.
-        self.let_go_from_dump();
+        self.resume_after_dump();
         self.crash_recovery.start_next_dump(&self.context);
-        if self.crash_recovery.dumps.is_busy() { Ok(()) } else { self.happens(Input::DumpsOver) }
+        if self.crash_recovery.dumps.is_busy() { Ok(()) } else { self.apply(Input::DumpsOver) }
     }
 
     /// Waits for the dumps of a machine that ends, except those that wait for the operator.
-    pub(super) fn see_dumps_through(&mut self) {
+    pub(super) fn finish_dumps(&mut self) {
         while let Some(first) = self.crash_recovery.dumps.first().cloned() {
             if first.wait_still() == DumpState::Waiting {
                 first.tell(Order::GiveUp);

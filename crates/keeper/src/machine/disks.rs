@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use hearth_api::{ApiError, DiskSize, ErrorWord, EventKind};
-use hearth_disk::arrival::Conduct;
+use hearth_disk::arrival::MissPolicy;
 use hearth_disk::gate::Gate;
 use hearth_disk::nvram::Nvram;
 use hearth_disk::nvram::pmem::Pmem;
@@ -120,7 +120,7 @@ impl Disks {
         let config = &context.config;
         let Some(folder) = config.file.parent() else { return Ok(()) };
         self.backfill = Backfill::find(folder, &config.object_store).map_err(MachineError::Arrival)?;
-        self.backfill.set_conduct(Conduct::Wait);
+        self.backfill.set_miss_policy(MissPolicy::Wait);
         self.backfill.start(&context.outside.tell).map_err(MachineError::ArrivalThread)
     }
 
@@ -151,7 +151,7 @@ impl Disks {
 
     /// Ends the keeper if this disk's server ends: the next keeper serves the disk again.
     pub fn watch(context: &Context, server: &DiskServer) {
-        context.outside.watchdog.watch_disk(server.name(), server.pulse());
+        context.outside.watchdog.watch_disk(server.name(), server.heartbeat());
         let (tell, disk) = (context.outside.tell.clone(), server.name().to_owned());
         server.watch(move |why| {
             // Fails only when the loop has ended, and the keeper with it.
@@ -215,7 +215,7 @@ impl Disks {
         Ok(DiskSize { disk: name.to_owned(), bytes })
     }
 
-    pub fn disk_says(context: &Context, disk: String, notice: Notice) {
+    pub fn handle_disk(context: &Context, disk: String, notice: Notice) {
         match notice {
             Notice::OutOfSpace { why } => {
                 let folder = folder_of_disk(context, &disk);

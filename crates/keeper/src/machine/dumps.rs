@@ -16,7 +16,7 @@ use hearth_recovery::journal::GuestNote;
 use hearth_recovery::vmcore::{Compression, DeadRam, DumpLevel, Format};
 
 use super::Machine;
-use super::dump::{Job, Order, Pace, Progress, Settings, Shelf, Suffers, Task, piece_bytes};
+use super::dump::{DumpFolder, Job, Order, Pace, Progress, Settings, SlowdownCheck, Task, piece_bytes};
 use super::state::Input;
 use crate::config::Config;
 use crate::control::{Answer, Reply};
@@ -176,9 +176,9 @@ pub(super) fn dead_ram(ram: &Arc<RamFile>) -> DeadRam {
 }
 
 /// The folder of the machine's dumps.
-pub(super) fn shelf(config: &Config) -> Shelf {
+pub(super) fn dump_folder(config: &Config) -> DumpFolder {
     let crash = &config.crash;
-    Shelf {
+    DumpFolder {
         folder: crash.dump_folder.clone(),
         machine: config.name.clone(),
         keep_last: crash.keep_last as usize,
@@ -196,12 +196,12 @@ impl Machine {
         registers: Result<Vec<u8>, String>,
     ) -> (Task, Arc<Progress>) {
         let crash = &self.context.config.crash;
-        let shelf = shelf(&self.context.config);
+        let dump_folder = dump_folder(&self.context.config);
         let configured = DumpLevel::new(crash.level).unwrap_or(DumpLevel::NOT_ZERO);
         let level = request.level.unwrap_or(configured);
         let (format, compression) =
             (request.format.unwrap_or(crash.format), request.compression.unwrap_or(crash.compression));
-        let file = request.file.unwrap_or_else(|| shelf.name(incarnation, SystemTime::now()));
+        let file = request.file.unwrap_or_else(|| dump_folder.name(incarnation, SystemTime::now()));
         let status = DumpStatus {
             incarnation,
             state: DumpState::Queued,
@@ -227,7 +227,7 @@ impl Machine {
         let progress = Arc::new(Progress::new(status, claim.clone(), self.warm_reboot.monitor.dump_buffers()));
         // A dump of a living guest frees no memory.
         let guest_waits = if claim.is_some() { self.warm_reboot.monitor.guest_waits() } else { Arc::new(|| false) };
-        let pace = Pace::new(crash.mib_per_second, crash.disk_time, self.suffers(), guest_waits.clone());
+        let pace = Pace::new(crash.mib_per_second, crash.disk_time, self.slowdown_check(), guest_waits.clone());
         let task = Task {
             machine: self.context.config.name.clone(),
             memory,
@@ -243,7 +243,7 @@ impl Machine {
                 piece_bytes: piece_bytes(self.context.config.budget_slack_bytes, crash.threads),
                 threads: crash.threads,
             },
-            shelf,
+            dump_folder,
             pace,
             guest_waits,
             file,
@@ -253,7 +253,7 @@ impl Machine {
     }
 
     /// Tells whether the guest's requests are slowed down on a disk that the dump also writes to.
-    fn suffers(&self) -> Suffers {
+    fn slowdown_check(&self) -> SlowdownCheck {
         let dump = Devices::of(existing(&self.context.config.crash.dump_folder)).unwrap_or(Devices::Unknown);
         let shares = |path: &PathBuf| Devices::of(path).unwrap_or(Devices::Unknown).may_share(&dump);
         let disks = self.context.config.disks.iter().zip(&self.disks.servers);
@@ -290,9 +290,11 @@ impl Machine {
         let number = self.must_live("dump")?.incarnation.number;
         let holds = request.pause && runs;
         if holds {
-            let file =
-                request.file.get_or_insert_with(|| shelf(&self.context.config).name(number, SystemTime::now())).clone();
-            self.hold_for_dump(file)?;
+            let file = request
+                .file
+                .get_or_insert_with(|| dump_folder(&self.context.config).name(number, SystemTime::now()))
+                .clone();
+            self.pause_for_dump(file)?;
         }
         let tell = self.context.outside.tell.clone();
         let Some(life) = self.state.guest_mut() else { return Ok(()) };
@@ -313,8 +315,8 @@ impl Machine {
         Ok(())
     }
 
-    /// From now on the guest counts as paused, until `let_go_from_dump`.
-    fn hold_for_dump(&mut self, file: PathBuf) -> Result<(), ApiError> {
+    /// From now on the guest counts as paused, until `resume_after_dump`.
+    fn pause_for_dump(&mut self, file: PathBuf) -> Result<(), ApiError> {
         if self.state.has_order() {
             let message = "cannot pause the guest for a dump: the machine is stopping or rebooting";
             return Err(ApiError::new(ErrorWord::WrongState, message).hint("dump without --pause"));
@@ -329,7 +331,7 @@ impl Machine {
         }
         let name = &self.context.config.name;
         let why = format!("the guest is being dumped; `hearth dump {name} --discard` ends the dump");
-        self.must_happen(Input::Paused { why: Some(why) });
+        self.apply_infallible(Input::Paused { why: Some(why) });
         Ok(())
     }
 
@@ -345,7 +347,7 @@ impl Machine {
             return;
         };
         if let Err(why) = held {
-            self.let_go_from_dump();
+            self.resume_after_dump();
             if asked.answer.is_none() {
                 self.context.record(EventKind::DumpSkipped { why: why.clone() });
             }
@@ -361,9 +363,9 @@ impl Machine {
     }
 
     /// The guest goes on, if it stands still for a dump.
-    pub(super) fn let_go_from_dump(&mut self) {
+    pub(super) fn resume_after_dump(&mut self) {
         if self.is_paused_for_dump() {
-            self.let_run_on("dump");
+            self.resume_guest("dump");
         }
     }
 
@@ -376,7 +378,7 @@ impl Machine {
     pub(super) fn end_held_dump(&mut self, why: &str) {
         if self.is_paused_for_dump() {
             self.crash_recovery.end_living_dump(&self.context, why);
-            self.let_go_from_dump();
+            self.resume_after_dump();
         }
     }
 
@@ -418,7 +420,7 @@ impl Machine {
             return Err(ApiError::new(ErrorWord::WrongState, "no dump is running or waiting"));
         }
         if self.crash_recovery.dumps.forget_asked("it was discarded") {
-            self.let_go_from_dump();
+            self.resume_after_dump();
         }
         self.crash_recovery.dumps.give_up_all();
         // A dump without a thread must end too.

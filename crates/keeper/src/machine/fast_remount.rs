@@ -61,7 +61,7 @@ impl FastRemount {
         });
     }
 
-    pub fn readiness_says(&mut self, context: &Context, warm: &WarmReboot, disks: &Disks, message: ReadinessMessage) {
+    pub fn handle_readiness(&mut self, context: &Context, warm: &WarmReboot, disks: &Disks, message: ReadinessMessage) {
         match message {
             ReadinessMessage::Ready { why } => self.ready(context, warm, disks, why),
             ReadinessMessage::Unknown { why } => {
@@ -113,7 +113,7 @@ impl WarmReboot {
 
     /// Syncs the images before their boot set is saved, and returns notes of them. Without the sync a crash of the host
     /// could leave images that are older than the copies. None if no boot set will be saved.
-    pub fn settle_images(&self, context: &Context, disks: &Disks) -> Result<Option<Vec<DiskNote>>, String> {
+    pub fn sync_images(&self, context: &Context, disks: &Disks) -> Result<Option<Vec<DiskNote>>, String> {
         if persist_file(context).is_none() {
             return Ok(None);
         }
@@ -122,7 +122,7 @@ impl WarmReboot {
     }
 
     /// Reports that the last keeper's boot set exceeds the current limit.
-    pub fn tell_what_is_left_out(&self, context: &Context) {
+    pub fn report_left_out(&self, context: &Context) {
         let left_out = self.boot_set().map_or(0, |boot_set| boot_set.left_out());
         if left_out > 0 {
             context.record(EventKind::BootSetReduced { left_out });

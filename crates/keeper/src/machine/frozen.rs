@@ -102,7 +102,7 @@ impl Saves {
         }
     }
 
-    pub fn thaw_says(&mut self, context: &mut Context, message: ThawMessage) {
+    pub fn handle_thaw(&mut self, context: &mut Context, message: ThawMessage) {
         let Some(frozen) = &mut self.frozen else { return };
         match message {
             ThawMessage::Thawed { file_systems } => {

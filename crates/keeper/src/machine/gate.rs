@@ -209,7 +209,7 @@ impl GuestMemory {
         }
     }
 
-    pub fn admission_says(&self, context: &Context, disks: &Disks, message: AdmissionMessage) {
+    pub fn handle_admission(&self, context: &Context, disks: &Disks, message: AdmissionMessage) {
         match message {
             AdmissionMessage::Stalled { waiting } => context.record(EventKind::GuestWaits { threads: waiting }),
             AdmissionMessage::Open => disks.set_gate(self.disk_gate()),

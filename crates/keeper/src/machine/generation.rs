@@ -12,9 +12,9 @@ use std::sync::mpsc::{Sender, channel};
 use std::time::Duration;
 
 use hearth_api::{QemuStatus, UserfaultStatus};
-use hearth_disk::server::{DiskServer, Doorkeeper, Expected, Heard, Peer, ServerError};
+use hearth_disk::server::{DiskServer, Expected, Heard, Peer, PeerControl, ServerError};
 use hearth_memory::faults::{HandoverError, HandoverListener, Userfault};
-use hearth_qemu::valve::Valves;
+use hearth_qemu::packet_gate::PacketGates;
 use hearth_qemu::{
     AcceleratorChoice, Binary, BinaryError, Endpoint, Footprint, Launch, Process, ProcessError, ProcessId, Qmp,
     QmpError, preload,
@@ -22,8 +22,8 @@ use hearth_qemu::{
 use hearth_recovery::incarnation::Incarnation;
 use hearth_recovery::journal::{FootprintNote, QemuIdentity};
 
-use super::launch_job::{GivenUp, Reins};
-use super::wires::{WireError, Wires};
+use super::launch_job::{GivenUp, LaunchControl};
+use super::net_endpoints::{EndpointError, NetEndpoints};
 use super::{Context, launch};
 use crate::config::Config;
 use crate::console::Place;
@@ -62,7 +62,7 @@ pub struct Plan {
     binary: Option<Binary>,
     /// Locks of the images.
     inherited: Vec<RawFd>,
-    doors: Vec<Doorkeeper>,
+    peers: Vec<PeerControl>,
     /// Without its ledger, which is the next guest's when this one has ended.
     incarnation: Incarnation,
     number: u32,
@@ -71,7 +71,7 @@ pub struct Plan {
     /// The QEMU that has the guest, beside which this one is started.
     living: Option<Peer>,
     /// What the two share; none of a QEMU that gets its own.
-    wires: Option<Wires>,
+    endpoints: Option<NetEndpoints>,
     tell: Sender<Event>,
 }
 
@@ -87,7 +87,7 @@ pub struct Devices {
 /// What QEMU is told by a thread of its own.
 type Word = Box<dyn FnOnce(&Qmp) + Send>;
 
-/// A living QEMU. If this keeper started it, dropping this ends QEMU, unless `settle` was called.
+/// A living QEMU. If this keeper started it, dropping this ends QEMU, unless `keep_running` was called.
 pub struct Generation {
     pub number: u32,
     pub process: Process,
@@ -96,7 +96,7 @@ pub struct Generation {
     /// Kept open, because page faults are handled through it.
     userfault: Result<Userfault, String>,
     /// The host's ends of its networks; or why a successor cannot get them.
-    wires: Result<Wires, String>,
+    endpoints: Result<NetEndpoints, String>,
     /// To the thread that tells it what nobody waits for; none before the first word.
     words: Option<Sender<Word>>,
 }
@@ -114,7 +114,7 @@ pub enum LaunchError {
     #[error(transparent)]
     Handover(#[from] HandoverError),
     #[error(transparent)]
-    Wire(#[from] WireError),
+    Network(#[from] EndpointError),
     #[error(transparent)]
     Binary(#[from] BinaryError),
     #[error(transparent)]
@@ -160,10 +160,10 @@ impl Plan {
         incarnation: &Incarnation,
         number: u32,
         old: &Generation,
-        wires: &Wires,
+        endpoints: &NetEndpoints,
     ) -> Result<Self, LaunchError> {
-        let wires = wires.share(&context.folders, number)?;
-        Self::of(context, disks, incarnation, number, old.devices(), Role::Successor, Some((old.peer(), wires)))
+        let endpoints = endpoints.share(&context.folders, number)?;
+        Self::of(context, disks, incarnation, number, old.devices(), Role::Successor, Some((old.peer(), endpoints)))
     }
 
     fn of(
@@ -173,54 +173,57 @@ impl Plan {
         number: u32,
         devices: Devices,
         role: Role,
-        beside: Option<(Peer, Wires)>,
+        beside: Option<(Peer, NetEndpoints)>,
     ) -> Result<Self, LaunchError> {
-        let (living, wires) = beside.unzip();
+        let (living, endpoints) = beside.unzip();
         let plan = Self {
             config: context.config.clone(),
             folders: context.folders.clone(),
             accelerator: context.qemu.accelerator.clone(),
             binary: context.qemu.binary.clone(),
             inherited: context.qemu.locks.numbers(),
-            doors: disks.iter().map(DiskServer::doorkeeper).collect(),
+            peers: disks.iter().map(DiskServer::peer_control).collect(),
             incarnation: Incarnation { ledger: None, ..incarnation.clone() },
             number,
             devices,
             role,
             living,
-            wires,
+            endpoints,
             tell: context.outside.tell.clone(),
         };
         // What connects from here on waits until it is known which process that is.
         let living: Vec<Peer> = living.into_iter().collect();
-        plan.tell_doors(&Expected::and_another(living))?.iter().try_for_each(Heard::wait)?;
+        plan.expect_on_disks(&Expected::and_another(living))?.iter().try_for_each(Heard::wait)?;
         Ok(plan)
     }
 
-    fn tell_doors(&self, expected: &Expected) -> Result<Vec<Heard>, ServerError> {
-        self.doors.iter().map(|door| door.expect(expected.clone())).collect()
+    fn expect_on_disks(&self, expected: &Expected) -> Result<Vec<Heard>, ServerError> {
+        self.peers.iter().map(|peer| peer.expect(expected.clone())).collect()
     }
 
     /// Starts it from the program that is configured, unless the job was given up.
-    pub fn start(mut self, reins: &Reins) -> Result<Generation, LaunchError> {
+    pub fn start(mut self, control: &LaunchControl) -> Result<Generation, LaunchError> {
         let binary = self.binary.take().map_or_else(|| Binary::find(self.config.qemu.as_deref()), Ok)?;
-        self.start_from(&binary, reins)
+        self.start_from(&binary, control)
     }
 
     /// Starts it from this program, unless the job was given up.
-    pub fn start_from(mut self, binary: &Binary, reins: &Reins) -> Result<Generation, LaunchError> {
+    pub fn start_from(mut self, binary: &Binary, control: &LaunchControl) -> Result<Generation, LaunchError> {
         let mut begun = None;
-        let process = reins.spawn(|| {
-            let wires = self.wires.take().map_or_else(|| Wires::lay(&self.config, &self.folders, self.number), Ok)?;
+        let process = control.spawn(|| {
+            let endpoints = self
+                .endpoints
+                .take()
+                .map_or_else(|| NetEndpoints::open(&self.config, &self.folders, self.number), Ok)?;
             let listener = HandoverListener::bind(&self.folders.userfault_socket(self.number))?;
-            let launch = self.launch(&wires)?;
+            let launch = self.launch(&endpoints)?;
             let process = Process::spawn(binary, &launch, &self.folders.qemu_log(self.number))?;
             let peers: Vec<Peer> = self.living.into_iter().chain([peer(process.id())]).collect();
-            let heard = self.tell_doors(&Expected::these(peers))?;
-            begun = Some((wires, listener, heard));
+            let heard = self.expect_on_disks(&Expected::these(peers))?;
+            begun = Some((endpoints, listener, heard));
             Ok::<_, LaunchError>(process)
         })?;
-        let (wires, listener, heard) = begun.expect("a process was started with them");
+        let (endpoints, listener, heard) = begun.expect("a process was started with them");
         heard.iter().try_for_each(Heard::wait)?;
         let userfault = listener.accept(process.id().pid, USERFAULT_PATIENCE).map_err(|error| crate::chain(&error));
         let id = process.id();
@@ -233,19 +236,19 @@ impl Plan {
             accelerator_why: self.accelerator.why,
             userfault_fd: userfault.as_ref().ok().map(|userfault| userfault.fd_in_qemu),
             helper_fd: userfault.as_ref().ok().and_then(|userfault| Some(userfault.helper.as_ref()?.fd_in_qemu)),
-            deaf: false,
+            stale: false,
             at_start: None,
             vmgenid: self.devices.vmgenid,
             guest_agent: self.devices.guest_agent,
         };
         let patience = if self.role == Role::Successor { SUCCESSOR_PATIENCE } else { START_PATIENCE };
         let mut generation =
-            Generation::hold(&self.folders, &self.tell, process, identity, userfault, Ok(wires), patience)?;
+            Generation::connect(&self.folders, &self.tell, process, identity, userfault, Ok(endpoints), patience)?;
         generation.identity.at_start = generation.footprint();
         Ok(generation)
     }
 
-    fn launch(&self, wires: &Wires) -> Result<Launch, LaunchError> {
+    fn launch(&self, endpoints: &NetEndpoints) -> Result<Launch, LaunchError> {
         let (config, folders, successor) = (&self.config, &self.folders, self.role == Role::Successor);
         let library = preload::install(&folders.runtime).map_err(LaunchError::Preload)?;
         let base = launch::Base { config, folders, accelerator: self.accelerator.accelerator };
@@ -256,7 +259,7 @@ impl Plan {
             vmgenid: self.devices.vmgenid.clone(),
             inherited: self.inherited.clone(),
             run_as: own_user::run_as(config.qemu_user.as_deref(), &folders.runtime).map_err(LaunchError::User)?,
-            ..launch::launch(base, &self.incarnation, self.number, &library, wires, successor)
+            ..launch::launch(base, &self.incarnation, self.number, &library, endpoints, successor)
         })
     }
 }
@@ -275,17 +278,17 @@ impl Generation {
         identity: QemuIdentity,
         userfault: Result<Userfault, String>,
     ) -> Result<Self, LaunchError> {
-        let wires = Wires::find(&context.config, &context.folders, identity.generation, identity.pid);
-        Self::hold(&context.folders, &context.outside.tell, process, identity, userfault, wires, START_PATIENCE)
+        let endpoints = NetEndpoints::find(&context.config, &context.folders, identity.generation, identity.pid);
+        Self::connect(&context.folders, &context.outside.tell, process, identity, userfault, endpoints, START_PATIENCE)
     }
 
-    fn hold(
+    fn connect(
         folders: &Folders,
         tell: &Sender<Event>,
         process: Process,
         identity: QemuIdentity,
         userfault: Result<Userfault, String>,
-        wires: Result<Wires, String>,
+        endpoints: Result<NetEndpoints, String>,
         patience: Duration,
     ) -> Result<Self, LaunchError> {
         let number = identity.generation;
@@ -300,7 +303,7 @@ impl Generation {
         let qmp = match qmp {
             Ok(qmp) => qmp,
             Err(source) => {
-                let stopped = stopped_by_whom(identity.pid);
+                let stopped = stopped_note(identity.pid);
                 process.kill();
                 // Collects the ended process. If no thread can be created, the keeper's end does.
                 let _ = process.watch(|_| {});
@@ -318,18 +321,18 @@ impl Generation {
                 let _ = told.send(Event::QemuEnded { generation: number, how });
             })
             .map_err(LaunchError::Watch)?;
-        Ok(Self { number, process, qmp: Arc::new(qmp), identity, userfault, wires, words: None })
+        Ok(Self { number, process, qmp: Arc::new(qmp), identity, userfault, endpoints, words: None })
     }
 
     /// QEMU outlives this keeper from now on.
-    pub fn settle(&mut self) {
+    pub fn keep_running(&mut self) {
         self.process.let_live();
     }
 
     /// Leaves it to the next keeper, with its networks. It is the machine's already.
     pub fn leave(self) {
-        if let Ok(wires) = self.wires {
-            wires.leave();
+        if let Ok(endpoints) = self.endpoints {
+            endpoints.leave();
         }
     }
 
@@ -365,22 +368,22 @@ impl Generation {
     }
 
     /// The host's ends of its networks, for a successor; or why a successor cannot get them.
-    pub fn wires(&self) -> Result<&Wires, &str> {
-        match &self.wires {
-            Ok(wires) if wires.valves().is_none_or(Valves::are_worked) => Ok(wires),
+    pub fn endpoints(&self) -> Result<&NetEndpoints, &str> {
+        match &self.endpoints {
+            Ok(endpoints) if endpoints.gates().is_none_or(PacketGates::are_worked) => Ok(endpoints),
             Ok(_) => Err("this QEMU did not load the preload library"),
             Err(why) => Err(why),
         }
     }
 
-    pub fn valves(&self) -> Option<&Valves> {
-        self.wires.as_ref().ok()?.valves()
+    pub fn gates(&self) -> Option<&PacketGates> {
+        self.endpoints.as_ref().ok()?.gates()
     }
 
     /// Takes the passt processes of the QEMU that was replaced.
     pub fn inherit(&mut self, old: &mut Self) {
-        if let (Ok(wires), Ok(old)) = (&mut self.wires, &mut old.wires) {
-            wires.inherit(old);
+        if let (Ok(endpoints), Ok(old)) = (&mut self.endpoints, &mut old.endpoints) {
+            endpoints.inherit(old);
         }
     }
 
@@ -404,8 +407,8 @@ impl Generation {
     }
 
     /// Notes that a keeper that takes this QEMU over must wake its disks.
-    pub fn set_deaf(&mut self) {
-        self.identity.deaf = true;
+    pub fn set_stale(&mut self) {
+        self.identity.stale = true;
     }
 
     /// Memory and descriptors of the process. None if they cannot be read.
@@ -443,7 +446,7 @@ fn peer(id: ProcessId) -> Peer {
 }
 
 /// Says whether the process is stopped, which would explain why it does not answer.
-fn stopped_by_whom(pid: u32) -> &'static str {
+fn stopped_note(pid: u32) -> &'static str {
     let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
     let state = status.lines().find_map(|line| line.strip_prefix("State:"));
     match state.and_then(|state| state.trim_start().chars().next()) {

@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
 
-use super::launch_job::Reins;
+use super::launch_job::LaunchControl;
 use crate::runtime_root::{HOPS_LOCK, RuntimeRoot};
 
 /// How long to wait for the lock. Eight starts at once on two processors take two seconds; a QEMU that hangs in its
@@ -28,13 +28,13 @@ pub struct HopLock(#[expect(dead_code, reason = "it is open, and so locked")] Op
 
 impl HopLock {
     /// Others may start as well; nobody stands still. Nobody waits for it on behalf of a start that was given up.
-    pub fn to_start(root: &RuntimeRoot, reins: &Reins) -> Self {
-        let is_wanted = || !reins.are_given_up();
+    pub fn to_start(root: &RuntimeRoot, control: &LaunchControl) -> Self {
+        let is_wanted = || !control.is_given_up();
         Self(take(root.path(), FlockOperation::NonBlockingLockShared, PATIENCE, is_wanted))
     }
 
-    pub fn to_stand_still(root: &RuntimeRoot, reins: &Reins) -> Self {
-        let is_wanted = || !reins.are_given_up();
+    pub fn to_stand_still(root: &RuntimeRoot, control: &LaunchControl) -> Self {
+        let is_wanted = || !control.is_given_up();
         Self(take(root.path(), FlockOperation::NonBlockingLockExclusive, PATIENCE, is_wanted))
     }
 }

@@ -157,7 +157,7 @@ impl Disks {
         if let (true, Some(Some(why)), Some(timeline)) =
             (doubts.iter().all(Option::is_some), doubts.first(), &mut recovery.timeline)
         {
-            timeline.turned_cold(why.clone());
+            timeline.set_cold(why.clone());
         }
         let doubts = doubts.into_iter().enumerate().filter_map(|(position, why)| Some((position, why?)));
         let doubted = doubts.map(|(position, why)| {

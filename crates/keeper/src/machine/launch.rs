@@ -15,7 +15,7 @@ use hearth_qemu::{Accelerator, EARLIER_MACHINE_TYPE, Launch};
 use hearth_recovery::incarnation::Incarnation;
 use hearth_recovery::journal::DiskIdentity;
 
-use super::wires::Wires;
+use super::net_endpoints::NetEndpoints;
 use crate::config::{
     Boot, Config, DiskConfig, DiskFormat, Forward, NetBackend, NetConfig, NvramConfig, PmemConfig, Protocol,
     WatchdogAction,
@@ -45,13 +45,13 @@ pub fn launch(
     incarnation: &Incarnation,
     generation: u32,
     preload: &Path,
-    wires: &Wires,
+    endpoints: &NetEndpoints,
     successor: bool,
 ) -> Launch {
     let disks = config.disks.iter().map(|disk| disk_device(folders, &disk.name, disk.queues));
     let nvram = config.nvram.iter().map(|device| disk_device(folders, &device.name, NVRAM_QUEUES));
     let nets = config.nets.iter().enumerate().map(|(position, net)| {
-        let mut backend = net_backend(net, wires.number(position));
+        let mut backend = net_backend(net, endpoints.number(position));
         if let (true, qemu::NetBackend::User { forward, .. }) = (successor, &mut backend) {
             // The ports belong to the old QEMU as long as it lives.
             forward.clear();
@@ -76,7 +76,7 @@ pub fn launch(
         preload: Some(Preload {
             library: preload.to_owned(),
             socket: folders.userfault_socket(generation),
-            valves: wires.valves().map(|_| folders.valves(generation)),
+            gates: endpoints.gates().map(|_| folders.gates(generation)),
             keeps_heap: successor,
         }),
         hold_still: false,
@@ -130,7 +130,7 @@ fn pmem_device(folders: &Folders, device: &PmemConfig) -> qemu::PmemDevice {
 }
 
 fn net_backend(net: &NetConfig, number: Option<RawFd>) -> qemu::NetBackend {
-    let number = || number.expect("a wire was laid for each network that has another end");
+    let number = || number.expect("an endpoint was opened for each network that has another end");
     match &net.backend {
         NetBackend::User { forward, isolated } => {
             let forward = forward.iter().map(|forward| forward.into()).collect();
@@ -261,8 +261,8 @@ mod tests {
     /// Everything that a living guest has seen of its machine; its next QEMU must show the same.
     fn seen(config: &Config, folders: &Folders, incarnation: &Incarnation) -> String {
         let base = Base { config, folders, accelerator: Accelerator::Tcg };
-        let wires = Wires::lay(config, folders, 1).unwrap();
-        let launch = launch(base, incarnation, 1, Path::new("/preload.so"), &wires, true);
+        let endpoints = NetEndpoints::open(config, folders, 1).unwrap();
+        let launch = launch(base, incarnation, 1, Path::new("/preload.so"), &endpoints, true);
         let disks = config.disks.iter().enumerate().map(|(position, disk)| {
             let DiskOptions { serial, queues, queue_size, read_only, .. } =
                 disk_options(position, disk, folders.disk_socket(&disk.name));

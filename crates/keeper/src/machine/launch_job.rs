@@ -24,13 +24,13 @@ pub struct LaunchJob<T> {
 /// The thread of a job. It may have been given up.
 pub struct Run {
     number: u32,
-    reins: Reins,
+    control: LaunchControl,
     thread: Option<JoinHandle<()>>,
 }
 
 /// Ends a job from outside. Clones share it.
 #[derive(Clone, Default)]
-pub struct Reins(Arc<Mutex<Stage>>);
+pub struct LaunchControl(Arc<Mutex<Stage>>);
 
 #[derive(Default)]
 enum Stage {
@@ -56,21 +56,21 @@ impl<T: Send + 'static> LaunchJob<T> {
         machine: &str,
         number: u32,
         tell: Sender<Event>,
-        work: impl FnOnce(&Reins) -> T + Send + 'static,
+        work: impl FnOnce(&LaunchControl) -> T + Send + 'static,
     ) -> io::Result<Self> {
-        Self::begin_with(Reins::default(), machine, number, tell, work)
+        Self::begin_with(LaunchControl::default(), machine, number, tell, work)
     }
 
-    /// As `begin`, for a job that goes on with a process, whose reins these are.
+    /// As `begin`, for a job that goes on with a process, whose control these are.
     pub fn begin_with(
-        reins: Reins,
+        control: LaunchControl,
         machine: &str,
         number: u32,
         tell: Sender<Event>,
-        work: impl FnOnce(&Reins) -> T + Send + 'static,
+        work: impl FnOnce(&LaunchControl) -> T + Send + 'static,
     ) -> io::Result<Self> {
         let (done, result) = channel();
-        let held = reins.clone();
+        let held = control.clone();
         let work = move || {
             // If the job was given up nobody takes the result, and its QEMU ends here.
             let _ = done.send(work(&held));
@@ -78,7 +78,7 @@ impl<T: Send + 'static> LaunchJob<T> {
             let _ = tell.send(Event::Launched { generation: number });
         };
         let thread = std::thread::Builder::new().name(format!("launch-{machine}")).spawn(work)?;
-        Ok(Self { result, run: Run { number, reins, thread: Some(thread) } })
+        Ok(Self { result, run: Run { number, control, thread: Some(thread) } })
     }
 
     /// Number of the QEMU's generation.
@@ -87,20 +87,20 @@ impl<T: Send + 'static> LaunchJob<T> {
     }
 
     /// To end the job early: a QEMU that was spawned is killed then, and none is spawned any more.
-    pub fn reins(&self) -> Reins {
-        self.run.reins.clone()
+    pub fn control(&self) -> LaunchControl {
+        self.run.control.clone()
     }
 
     /// Takes the result; waits for it if the job has not said yet that it has ended.
     pub fn end(self) -> T {
         let result = self.result.recv().expect("a panic of the job's thread ends the keeper");
-        self.run.reins.let_go();
+        self.run.control.let_go();
         result
     }
 
     /// No QEMU comes of it. Keep what is returned until `Event::Launched`.
     pub fn give_up(self) -> Run {
-        self.run.reins.give_up();
+        self.run.control.give_up();
         self.run
     }
 }
@@ -114,7 +114,7 @@ impl Run {
 
 impl Drop for Run {
     fn drop(&mut self) {
-        let has_process = self.reins.give_up();
+        let has_process = self.control.give_up();
         // One that has started nothing, and never will, may wait for a program that hangs.
         if let Some(thread) = self.thread.take().filter(|_| has_process)
             && thread.join().is_err()
@@ -124,7 +124,7 @@ impl Drop for Run {
     }
 }
 
-impl Reins {
+impl LaunchControl {
     /// Of a process that has been started.
     pub fn of(process: &Process) -> Self {
         Self(Arc::new(Mutex::new(Stage::Spawned(Box::new(process.killer())))))
@@ -141,7 +141,7 @@ impl Reins {
         Ok(process)
     }
 
-    pub fn are_given_up(&self) -> bool {
+    pub fn is_given_up(&self) -> bool {
         matches!(*self.stage(), Stage::GivenUp { .. })
     }
 

@@ -23,7 +23,7 @@ use std::sync::mpsc::Sender;
 use std::time::{Duration, Instant};
 
 use hearth_api::{EventKind, RestoreStatus};
-use hearth_disk::arrival::Conduct;
+use hearth_disk::arrival::MissPolicy;
 use hearth_disk::image::Unwritten;
 use hearth_memory::faults::Userfault;
 use hearth_memory::faults::admission::AdmissionError;
@@ -42,8 +42,8 @@ use trace::note_first_touches;
 pub use trace::{Probe, Trace};
 
 use super::generation::{Devices, Generation, Plan};
-use super::launch_job::Reins;
-use super::start::{self, Doing};
+use super::launch_job::LaunchControl;
+use super::start::{self, Activity};
 use super::state::Input;
 use super::{Machine, MachineError};
 use crate::drill::drill;
@@ -65,12 +65,12 @@ struct Arriving {
 
 /// Sends messages about one generation's restore to the machine's loop.
 #[derive(Clone)]
-struct Teller {
+struct RestoreReporter {
     tell: Sender<Event>,
     generation: u32,
 }
 
-impl Teller {
+impl RestoreReporter {
     fn say(&self, message: RestoreMessage) {
         // Fails only when the loop has ended; then nobody needs the message.
         let _ = self.tell.send(Event::Restore { generation: self.generation, message });
@@ -123,7 +123,7 @@ impl Machine {
     pub(super) fn restore(&mut self, order: RestoreOrder) -> Result<(), MachineError> {
         let began = Instant::now();
         // The guest does not run yet, so nobody would see what it waits for.
-        self.disks.backfill.set_conduct(Conduct::Urge);
+        self.disks.backfill.set_miss_policy(MissPolicy::Urge);
         let open = self.opening(&order.snapshot, order.seal.as_deref());
         let step = start::Step::opens_snapshot(&format!("opening the snapshot {}", order.snapshot.display()));
         let then = move |machine: &mut Self, snapshot: Result<_, _>| {
@@ -164,7 +164,7 @@ impl Machine {
         let number = self.next_generation(&incarnation)?;
         let plan = Plan::restored(&self.context, &self.disks.servers, &incarnation, number, devices);
         let plan = plan.map_err(|error| self.not_restored(error.into()))?;
-        let doing = Doing::new(format!("loading memory from {}", order.snapshot.display()));
+        let doing = Activity::new(format!("loading memory from {}", order.snapshot.display()));
         let ahead = Ahead {
             snapshot: snapshot.clone(),
             mode: order.mode,
@@ -175,7 +175,7 @@ impl Machine {
             doing: doing.clone(),
         };
         let arriving = Arriving { order, snapshot, incarnation, began };
-        let work = move |reins: &Reins| ahead.launch_and_prefetch(plan, reins);
+        let work = move |control: &LaunchControl| ahead.launch_and_prefetch(plan, control);
         self.begin_step(start::Step::restores(doing), work, move |machine, launched| {
             let generation = launched.map_err(|failure| machine.not_restored(failure))?;
             machine.record_qemu(generation.status());
@@ -201,7 +201,7 @@ impl Machine {
         self.forget_order()?;
         drill(Step::Begin.name());
         self.disks.admit(&self.context, generation.identity().pid);
-        self.disks.backfill.set_conduct(Conduct::Wait);
+        self.disks.backfill.set_miss_policy(MissPolicy::Wait);
         let step = start::Step::has_guest("its guest begins to run");
         self.begin_step_with(step, generation, Generation::run, move |machine, generation, runs| match runs {
             Ok(()) => machine.restored(arriving, generation),
@@ -218,8 +218,8 @@ impl Machine {
         drill(Step::Run.name());
         let Arriving { order, incarnation, began, .. } = arriving;
         let number = generation.number;
-        let life = self.hold(incarnation, generation, None);
-        self.must_happen(Input::Runs { guest: life });
+        let life = self.take_guest(incarnation, generation, None);
+        self.apply_infallible(Input::Runs { guest: life });
         self.context.record(EventKind::IncarnationStarted { generation: number, warm: false });
         self.thaw();
         if let Some(status) = self.memory.restore_status() {
@@ -303,7 +303,7 @@ impl Machine {
                 RestoreFailure::State { last_words: generation.process.last_words(), source }
             })
         };
-        let step = start::Step::restores(Doing::new("loading the state of the guest's devices"));
+        let step = start::Step::restores(Activity::new("loading the state of the guest's devices"));
         self.begin_step_with(step, generation, give, move |machine, generation, given| {
             given.map_err(|failure| machine.not_restored(machine.with_damage(failure)))?;
             machine.begin_restored(arriving, generation)
@@ -374,11 +374,11 @@ impl Machine {
         })
     }
 
-    fn teller(&self, generation: u32) -> Teller {
-        Teller { tell: self.context.outside.tell.clone(), generation }
+    fn teller(&self, generation: u32) -> RestoreReporter {
+        RestoreReporter { tell: self.context.outside.tell.clone(), generation }
     }
 
-    pub(super) fn restore_says(&mut self, message: RestoreMessage) {
+    pub(super) fn handle_restore(&mut self, message: RestoreMessage) {
         match message {
             RestoreMessage::Waits { why } => self.context.record(EventKind::RestoreWaits { why }),
             RestoreMessage::Traced { pages } => self.context.record(EventKind::WorkingSetTraced { pages }),

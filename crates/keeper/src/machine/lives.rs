@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use hearth_api::{EmberMode, EndCause, EventKind, QemuStatus};
-use hearth_disk::arrival::Conduct;
+use hearth_disk::arrival::MissPolicy;
 use hearth_disk::image::Unwritten;
 use hearth_disk::server::DiskServer;
 use hearth_recovery::crash_recovery;
@@ -54,10 +54,10 @@ impl Machine {
     }
 
     /// Ends everything that served the guest, because QEMU's process has ended. What remains is the dead incarnation.
-    fn lay_out(&mut self, guest: Life, how: String, cause: EndCause) -> Incarnation {
+    fn tear_down(&mut self, guest: Life, how: String, cause: EndCause) -> Incarnation {
         let Life { incarnation, generation, .. } = guest;
         // The guest can see no error any more, and its disks must be drained.
-        self.disks.backfill.set_conduct(Conduct::Refuse);
+        self.disks.backfill.set_miss_policy(MissPolicy::Refuse);
         self.cancel_save("the guest ended");
         self.give_up_hop("QEMU, which was to be replaced, has ended");
         self.saves.forget_frozen(&mut self.context);
@@ -79,9 +79,15 @@ impl Machine {
     }
 
     /// Makes the dead incarnation's memory ready for the next guest.
-    pub(super) fn bury(&mut self, guest: Life, how: String, cause: EndCause, cold: bool) -> Result<(), MachineError> {
+    pub(super) fn end_life(
+        &mut self,
+        guest: Life,
+        how: String,
+        cause: EndCause,
+        cold: bool,
+    ) -> Result<(), MachineError> {
         let began = guest.began;
-        let dead = self.lay_out(guest, how, cause);
+        let dead = self.tear_down(guest, how, cause);
         let delay = self.crash_recovery.crashes.ended(began.elapsed(), cause, &self.context.config.crash);
         self.tell_state();
         let why_cold = match cold {
@@ -92,8 +98,8 @@ impl Machine {
         self.recovery.timeline = Some(Timeline::start(dead.number + 1, cause, why_cold.clone()));
         self.record_harvest();
         self.phase(Phase::Drain, |machine| machine.warm_reboot.succession(&machine.disks.servers).drain())?;
-        self.disks.backfill.set_conduct(Conduct::Wait);
-        let hold = self.hold_for(&dead);
+        self.disks.backfill.set_miss_policy(MissPolicy::Wait);
+        let hold = self.dump_hold(&dead);
         match (hold, &why_cold) {
             (Some(hold), _) => {
                 let is_cold = why_cold.is_some();
@@ -104,7 +110,7 @@ impl Machine {
         }
         // Settle in parallel with the start: the next guest will need the memory.
         self.warm_reboot.monitor.settle();
-        self.buried(delay)
+        self.life_over(delay)
     }
 
     /// Begins the next incarnation, from what the dead one left; from less, or later, if that fails.
@@ -170,7 +176,7 @@ impl Machine {
             Err(error) => {
                 let why = crate::chain(&error);
                 tracing::warn!(why, "the reboot will be cold");
-                self.recovery.turned_cold(why);
+                self.recovery.set_cold(why);
             }
         }
     }
@@ -204,11 +210,11 @@ impl Machine {
     }
 
     /// Ends the machine's last guest: only the memory that its dump needs is kept.
-    pub(super) fn bury_last(&mut self, guest: Life, how: String, cause: EndCause) -> Result<(), MachineError> {
-        let dead = self.lay_out(guest, how, cause);
+    pub(super) fn end_last_life(&mut self, guest: Life, how: String, cause: EndCause) -> Result<(), MachineError> {
+        let dead = self.tear_down(guest, how, cause);
         self.warm_reboot.monitor.watch(None);
         self.warm_reboot.succession(&self.disks.servers).drain()?;
-        if let Some(hold) = self.hold_for(&dead) {
+        if let Some(hold) = self.dump_hold(&dead) {
             self.bank_held(dead, hold, true);
         }
         Ok(())
@@ -220,7 +226,7 @@ impl Machine {
             self.go_on_with_dumps();
         }
         if !self.crash_recovery.must_wait_for_dumps() {
-            return self.happens(Input::DumpsOver);
+            return self.apply(Input::DumpsOver);
         }
         self.disks.note_idle(&self.context, &self.warm_reboot);
         Ok(())
@@ -281,7 +287,7 @@ impl Machine {
         let plan = Plan::first(&self.context, &self.disks.servers, &incarnation, number, devices)?;
         self.begin_step(
             Step::boots("QEMU is starting"),
-            move |reins| plan.start(reins),
+            move |control| plan.start(control),
             move |machine, generation| machine.let_run(incarnation, generation?),
         )
     }
@@ -316,14 +322,14 @@ impl Machine {
     fn adopt(&mut self, incarnation: Incarnation, generation: Generation) -> Result<(), MachineError> {
         (self.context.journal.qemu, self.context.journal.guest) = (Some(generation.identity()), GuestNote::Runs);
         self.context.must_save_journal()?;
-        let life = self.hold(incarnation, generation, None);
-        self.must_happen(Input::Runs { guest: life });
+        let life = self.take_guest(incarnation, generation, None);
+        self.apply_infallible(Input::Runs { guest: life });
         Ok(())
     }
 
     /// Takes the guest of a QEMU that the journal already names. The guest lives on if the journal cannot be written.
     /// `began`: when an earlier keeper started QEMU.
-    pub(super) fn hold(
+    pub(super) fn take_guest(
         &mut self,
         incarnation: Incarnation,
         mut generation: Generation,
@@ -335,7 +341,7 @@ impl Machine {
         }
         self.context.journal.machine_type.clone_from(&self.context.config.machine_type);
         self.context.save_journal();
-        generation.settle();
+        generation.keep_running();
         self.context.outside.console.attach(generation.console(&self.context.folders));
         self.pin(generation.identity().pid);
         Life { incarnation, generation, began: began.unwrap_or_else(Instant::now), going_on: 0 }
@@ -352,9 +358,9 @@ impl Machine {
         // Before their files are removed.
         self.context.qemu.given_up.clear();
         self.warm_reboot.monitor.watch(None);
-        self.disks.backfill.set_conduct(Conduct::Refuse);
+        self.disks.backfill.set_miss_policy(MissPolicy::Refuse);
         self.disks.judge_idle(&self.context, &self.warm_reboot, &mut self.recovery);
-        let images = self.warm_reboot.settle_images(&self.context, &self.disks);
+        let images = self.warm_reboot.sync_images(&self.context, &self.disks);
         for disk in std::mem::take(&mut self.disks.servers) {
             disk.stop();
         }
@@ -374,7 +380,7 @@ impl Machine {
             && self.disks.images.are_judged()
             && self.warm_reboot.holds_blocks()
             && !is_parked;
-        let images = is_wanted.then(|| self.warm_reboot.settle_images(&self.context, &self.disks));
+        let images = is_wanted.then(|| self.warm_reboot.sync_images(&self.context, &self.disks));
         self.fail(error);
         if let Some(images) = images {
             self.warm_reboot.save_boot_set(&self.context, &self.disks, images);
@@ -384,18 +390,18 @@ impl Machine {
     pub(super) fn fail(&mut self, error: &MachineError) {
         let message = crate::chain(error);
         self.context.record(EventKind::Error { message });
-        self.must_happen(Input::Fails);
+        self.apply_infallible(Input::Fails);
     }
 
     pub(super) fn give_up(&mut self) {
         // A guest that is parked by now is left to the next keeper.
-        let _ = self.call_park_off("continue", "the machine failed");
+        let _ = self.cancel_park("continue", "the machine failed");
         self.kill_qemu();
         self.give_up_hop("the machine failed");
-        self.disks.backfill.set_conduct(Conduct::Refuse);
+        self.disks.backfill.set_miss_policy(MissPolicy::Refuse);
         self.memory.end(&mut self.context, &self.warm_reboot, &self.disks);
         self.tell_state();
-        self.see_dumps_through();
+        self.finish_dumps();
         // Without keeper and QEMU the next start is cold, so the memory would only be held for nothing; unless a guest
         // is parked here.
         if !parked::is_there(&self.context.folders.memory) {

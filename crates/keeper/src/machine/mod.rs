@@ -87,6 +87,7 @@ mod leftovers;
 mod lives;
 mod locked_files;
 mod memory_monitor;
+mod net_endpoints;
 mod nvram;
 mod orders;
 mod park;
@@ -106,7 +107,7 @@ mod upgrade;
 mod vmgenid;
 mod volumes;
 mod warm_reboot;
-mod wires;
+
 mod work;
 
 use std::sync::atomic::Ordering::Relaxed;
@@ -121,7 +122,7 @@ use hearth_recovery::incarnation::Incarnation;
 use crate::event::Event;
 use crate::upgrade::Successor;
 
-use backfill::backfill_says;
+use backfill::handle_backfill;
 pub use context::{ConfigurationFile, Context, Next, Outside, QemuChoice, load_journal};
 use crash_recovery::CrashRecovery;
 use disks::Disks;
@@ -207,7 +208,7 @@ impl Machine {
         machine
             .context
             .record(EventKind::Started { pid: std::process::id(), version: env!("CARGO_PKG_VERSION").to_owned() });
-        machine.warm_reboot.tell_what_is_left_out(&machine.context);
+        machine.warm_reboot.report_left_out(&machine.context);
         machine.disks.find_backfill(&machine.context)?;
         let taken_over = match machine.take_over() {
             Err(error) if !machine.disks.backfill.is_complete() || !machine.memory.is_complete() => {
@@ -268,7 +269,7 @@ impl Machine {
                 return Err(error);
             }
             // Disks read and write the guest's memory, which may still be missing.
-            self.context.outside.watchdog.excuse_disks(!self.memory.is_complete());
+            self.context.outside.watchdog.allow_disk_waits(!self.memory.is_complete());
             self.context.outside.watchdog.main().end();
         }
         if self.memory.restore_was_cancelled && self.context.outside.terminated.load(Relaxed) {
@@ -317,17 +318,17 @@ impl Machine {
             return self.end_park();
         }
         if self.rejuvenation.hop_deadline().is_some_and(|deadline| deadline <= now) {
-            self.go_on_to_retire();
+            self.continue_retirement();
             return Ok(());
         }
         match self.state.deadline() {
-            Some(deadline) if deadline <= now => self.happens(Input::TimeUp { now }),
+            Some(deadline) if deadline <= now => self.apply(Input::TimeUp { now }),
             _ => self.look_at_age(),
         }
     }
 
     fn handle(&mut self, event: Event) -> Result<(), MachineError> {
-        let event = self.hold_back(event).and_then(|event| self.hold_for_start(event));
+        let event = self.hold_back(event).and_then(|event| self.defer_start_event(event));
         let Some(event) = event else { return Ok(()) };
         match event {
             Event::Request { command, answer } => self.requested(command, &answer),
@@ -337,9 +338,9 @@ impl Machine {
                 }
                 Ok(())
             }
-            Event::Qmp { generation, event } if self.is_current(generation) => self.qemu_says(event),
+            Event::Qmp { generation, event } if self.is_current(generation) => self.handle_qemu(event),
             Event::QemuEnded { generation, how } if self.is_current(generation) => {
-                self.happens(Input::Ended { how, rehearses: self.context.rehearses })
+                self.apply(Input::Ended { how, rehearses: self.context.rehearses })
             }
             Event::QemuEnded { generation, .. } => {
                 self.retired(generation);
@@ -348,21 +349,21 @@ impl Machine {
             Event::Qmp { .. } => Ok(()),
             Event::Launched { generation } => self.launched(generation),
             Event::Disk { disk, notice } => {
-                Disks::disk_says(&self.context, disk, notice);
+                Disks::handle_disk(&self.context, disk, notice);
                 Ok(())
             }
             Event::Readiness { incarnation, message } if incarnation == self.context.journal.incarnation => {
-                self.fast_remount.readiness_says(&self.context, &self.warm_reboot, &self.disks, message);
+                self.fast_remount.handle_readiness(&self.context, &self.warm_reboot, &self.disks, message);
                 Ok(())
             }
             Event::Readiness { .. } => Ok(()),
             Event::Restore { generation, message } if self.is_current(generation) => {
-                self.restore_says(message);
+                self.handle_restore(message);
                 Ok(())
             }
             Event::Restore { .. } => Ok(()),
             Event::Backfill(message) => {
-                backfill_says(&self.context, message);
+                handle_backfill(&self.context, message);
                 Ok(())
             }
             Event::Flushed { generation, check, flushed, answer } => {
@@ -370,46 +371,46 @@ impl Machine {
                 Ok(())
             }
             Event::Successor { incarnation, successor, answer } => {
-                self.successor_says(incarnation, successor, &answer);
+                self.handle_successor(incarnation, successor, &answer);
                 Ok(())
             }
             Event::Harvested { generation, began, registers } if self.is_current(generation) => {
                 self.harvested(began, registers)
             }
             Event::Harvested { .. } => Ok(()),
-            Event::Park { generation, message } => self.park_says(generation, message),
+            Event::Park { generation, message } => self.handle_park(generation, message),
             Event::ReadyToDump { generation, held, registers } => {
                 self.ready_to_dump(generation, held, registers);
                 Ok(())
             }
             Event::WentOn { generation, what, at, why } if self.is_current(generation) => {
-                self.went_on(what, at, why);
+                self.note_resumed(what, at, why);
                 Ok(())
             }
             Event::WentOn { .. } => Ok(()),
             Event::Save { number, message } => {
-                self.save_says(number, message);
+                self.handle_save(number, message);
                 Ok(())
             }
             Event::Thaw { generation, message } if self.is_current(generation) => {
-                self.saves.thaw_says(&mut self.context, message);
+                self.saves.handle_thaw(&mut self.context, message);
                 Ok(())
             }
             Event::Thaw { .. } => Ok(()),
             Event::DiskEnded { disk, why } => Err(MachineError::DiskEnded { disk, why }),
-            Event::Dump { incarnation, message } => self.dump_says(incarnation, message),
+            Event::Dump { incarnation, message } => self.handle_dump(incarnation, message),
             Event::Memory(message) => {
-                self.warm_reboot.memory_says(&self.context, &mut self.recovery, message);
+                self.warm_reboot.handle_memory(&self.context, &mut self.recovery, message);
                 Ok(())
             }
             Event::Admission(message) => {
-                self.memory.admission_says(&self.context, &self.disks, message);
+                self.memory.handle_admission(&self.context, &self.disks, message);
                 Ok(())
             }
         }
     }
 
-    fn qemu_says(&mut self, event: QmpEvent) -> Result<(), MachineError> {
+    fn handle_qemu(&mut self, event: QmpEvent) -> Result<(), MachineError> {
         match event {
             QmpEvent::Shutdown { guest, reason } => {
                 let cause = match (guest, &*reason) {
@@ -417,19 +418,19 @@ impl Machine {
                     (true, _) => EndCause::GuestReset,
                     (false, _) => EndCause::QemuDied,
                 };
-                self.happens(Input::ShutsDown { cause })
+                self.apply(Input::ShutsDown { cause })
             }
             QmpEvent::GuestPanicked => self.guest_panicked(),
             QmpEvent::Watchdog { action } => self.watchdog_expired(action),
-            QmpEvent::Misbehaves(why) => self.qemu_misbehaves(&why),
+            QmpEvent::Misbehaves(why) => self.handle_protocol_violation(&why),
             _ => Ok(()),
         }
     }
 
     /// Ends a QEMU that breaks QMP: it takes no commands any more, and its guest may control it.
-    fn qemu_misbehaves(&mut self, why: &str) -> Result<(), MachineError> {
+    fn handle_protocol_violation(&mut self, why: &str) -> Result<(), MachineError> {
         self.context.record(EventKind::Error { message: format!("ending QEMU: {why}") });
-        self.happens(Input::Misbehaves)
+        self.apply(Input::Misbehaves)
     }
 
     fn guest_panicked(&mut self) -> Result<(), MachineError> {
@@ -443,7 +444,7 @@ impl Machine {
         if held_still {
             self.guest_crashed(EndCause::Watchdog)
         } else if resets {
-            self.happens(Input::WatchdogResets)
+            self.apply(Input::WatchdogResets)
         } else {
             Ok(())
         }
@@ -453,7 +454,7 @@ impl Machine {
     fn guest_crashed(&mut self, cause: EndCause) -> Result<(), MachineError> {
         self.cancel_save("the guest crashed");
         self.give_up_hop("the guest crashed");
-        self.happens(Input::Crashes { cause, on_panic: self.context.config.on_panic })
+        self.apply(Input::Crashes { cause, on_panic: self.context.config.on_panic })
     }
 
     fn is_current(&self, generation: u32) -> bool {

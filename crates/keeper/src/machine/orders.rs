@@ -44,12 +44,12 @@ impl Machine {
                 .remount_plan(&self.context, &self.disks)
                 .map(|plan| Answer::RemountPlan(Box::new(plan))),
             Command::Resize { disk } => self.resize(&disk).map(Answer::Resized),
-            Command::Order(order) => return self.obey_order(order, answer),
+            Command::Order(order) => return self.execute_order(order, answer),
         })
     }
 
     /// None: a thread is at it, and the answer comes later.
-    fn obey_order(&mut self, order: Order, answer: &Reply) -> Option<Result<Answer, ApiError>> {
+    fn execute_order(&mut self, order: Order, answer: &Reply) -> Option<Result<Answer, ApiError>> {
         Some(match order {
             Order::Reboot(request) => self.accept("reboot", |machine| machine.reboot(request)),
             Order::Stop(request) => self.accept("stop", |machine| machine.stop(request.force)),
@@ -107,13 +107,13 @@ impl Machine {
     fn reboot(&mut self, request: RebootRequest) -> Result<(), ApiError> {
         let RebootRequest { cold, force } = request;
         let why = "the machine was told to reboot";
-        self.call_park_off("reboot", why)?;
+        self.cancel_park("reboot", why)?;
         self.make_way(why);
         self.ordered("reboot", Input::Reboot { cold, force, now: Instant::now() })
     }
 
     pub(super) fn stop(&mut self, force: bool) -> Result<(), ApiError> {
-        self.call_park_off("stop", TOLD_TO_STOP)?;
+        self.cancel_park("stop", TOLD_TO_STOP)?;
         self.make_way(TOLD_TO_STOP);
         self.ordered("stop", Input::Stop { force, now: Instant::now() })
     }
@@ -121,7 +121,7 @@ impl Machine {
     /// A signal: the first one stops the machine, the second one stops it at once.
     pub(super) fn terminate(&mut self) -> Result<(), ApiError> {
         // A guest that is parked by now has stopped as well.
-        let _ = self.call_park_off("stop", TOLD_TO_STOP);
+        let _ = self.cancel_park("stop", TOLD_TO_STOP);
         self.make_way(TOLD_TO_STOP);
         self.ordered("stop", Input::Terminate { now: Instant::now() })
     }
@@ -142,7 +142,7 @@ impl Machine {
     /// Carries out a request that a dead keeper had accepted. The guest may already have been asked to shut down.
     pub(super) fn go_on_with_order(&mut self) {
         if let Some(order) = self.context.journal.ordered {
-            self.must_happen(Input::OrderFound { order, now: Instant::now() });
+            self.apply_infallible(Input::OrderFound { order, now: Instant::now() });
         }
     }
 

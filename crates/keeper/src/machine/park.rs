@@ -41,7 +41,7 @@ use hearth_recovery::snapshot::state::{self, StateError};
 use super::disks::firmware_vars;
 use super::generation::{Devices, END_PATIENCE, Generation, LaunchError, Plan};
 use super::launch;
-use super::launch_job::Reins;
+use super::launch_job::LaunchControl;
 use super::lives::record_qemu;
 use super::nvram::must_have_all_state;
 use super::start::Step;
@@ -73,7 +73,7 @@ pub struct Parking {
     decision: Arc<Decision>,
     thread: JoinHandle<()>,
     /// Why it was called off.
-    called_off: Option<String>,
+    cancelled: Option<String>,
     /// What its QEMU has said meanwhile.
     held: Vec<Event>,
     /// It is parked, and its QEMU about to end.
@@ -88,10 +88,10 @@ impl Parking {
     }
 
     /// Whether the guest is going on; false if it is too late for that.
-    fn call_off(&mut self, why: &str) -> bool {
-        let in_time = self.decision.call_off();
+    fn cancel(&mut self, why: &str) -> bool {
+        let in_time = self.decision.cancel();
         if in_time {
-            self.called_off.get_or_insert_with(|| why.to_owned());
+            self.cancelled.get_or_insert_with(|| why.to_owned());
         }
         in_time
     }
@@ -125,14 +125,14 @@ struct Resume {
 }
 
 /// Why a resume ends without a running guest.
-enum Obstacle {
+enum ResumeFailure {
     /// The machine boots.
     Lost(Lost),
     /// The keeper ends, and the guest stays parked.
     Keeper(MachineError),
 }
 
-impl From<Lost> for Obstacle {
+impl From<Lost> for ResumeFailure {
     fn from(lost: Lost) -> Self {
         match lost {
             // The operator can solve these, or the host's start will.
@@ -271,7 +271,7 @@ impl Machine {
                     generation,
                     decision,
                     thread,
-                    called_off: None,
+                    cancelled: None,
                     held: Vec::new(),
                     parked: None,
                     until: None,
@@ -315,10 +315,10 @@ impl Machine {
         let Some(parking) = &mut self.rejuvenation.parking else { return Some(event) };
         match &event {
             Event::Qmp { generation, .. } if *generation == parking.generation => {
-                parking.call_off("the guest has crashed or ended, or its watchdog has expired");
+                parking.cancel("the guest has crashed or ended, or its watchdog has expired");
             }
             Event::QemuEnded { generation, .. } if *generation == parking.generation => {
-                if parking.call_off("QEMU has ended") {
+                if parking.cancel("QEMU has ended") {
                     parking.until = Some(Instant::now() + THREAD_PATIENCE);
                 } else if parking.parked.is_some() {
                     parking.until = Some(Instant::now());
@@ -331,7 +331,7 @@ impl Machine {
     }
 
     /// The thread of the park has ended.
-    pub(super) fn park_says(&mut self, generation: u32, message: ParkMessage) -> Result<(), MachineError> {
+    pub(super) fn handle_park(&mut self, generation: u32, message: ParkMessage) -> Result<(), MachineError> {
         let Some(mut parking) = self.rejuvenation.parking.take_if(|parking| parking.generation == generation) else {
             return Ok(());
         };
@@ -348,7 +348,7 @@ impl Machine {
                     let message = format!("the guest was not parked and cannot continue; ending its QEMU: {error}");
                     self.context.record(EventKind::Error { message });
                 }
-                self.not_parked(phase, parking.called_off.unwrap_or(why));
+                self.not_parked(phase, parking.cancelled.unwrap_or(why));
                 self.handle_held(parking.held)
             }
         }
@@ -358,13 +358,13 @@ impl Machine {
     pub(super) fn end_park(&mut self) -> Result<(), MachineError> {
         let Some(parking) = self.rejuvenation.parking.take() else { return Ok(()) };
         if let Some(event) = parking.parked {
-            return self.happens(Input::Parked { event });
+            return self.apply(Input::Parked { event });
         }
         self.rejuvenation.stuck_park = Some(parking.thread);
         // Flushing the disks is the one step whose time is not limited.
         self.not_parked(
             ParkPhase::Settle.name(),
-            parking.called_off.unwrap_or_else(|| "its thread waits for a disk".to_owned()),
+            parking.cancelled.unwrap_or_else(|| "its thread waits for a disk".to_owned()),
         );
         self.handle_held(parking.held)
     }
@@ -378,8 +378,8 @@ impl Machine {
     }
 
     /// For an order that ends the guest, which goes on first. Fine if none is being parked.
-    pub(super) fn call_park_off(&mut self, verb: &str, why: &str) -> Result<(), ApiError> {
-        let in_time = self.rejuvenation.parking.as_mut().is_none_or(|parking| parking.call_off(why));
+    pub(super) fn cancel_park(&mut self, verb: &str, why: &str) -> Result<(), ApiError> {
+        let in_time = self.rejuvenation.parking.as_mut().is_none_or(|parking| parking.cancel(why));
         if in_time { Ok(()) } else { Err(self.being_parked(verb)) }
     }
 
@@ -451,13 +451,13 @@ impl Machine {
     /// The parked guest cannot continue. The machine boots, unless the guest may stay parked.
     fn boot_instead(
         &mut self,
-        obstacle: Obstacle,
+        obstacle: ResumeFailure,
         host_reloaded: bool,
         incarnation: Option<u32>,
     ) -> Result<(), MachineError> {
         let lost = match obstacle {
-            Obstacle::Keeper(error) => return Err(error),
-            Obstacle::Lost(lost) => lost,
+            ResumeFailure::Keeper(error) => return Err(error),
+            ResumeFailure::Lost(lost) => lost,
         };
         let (why, folder) = (crate::chain(&lost), self.context.folders.memory.clone());
         tracing::error!(why, "the parked guest cannot resume; the machine boots instead");
@@ -508,7 +508,7 @@ impl Machine {
         )
     }
 
-    fn not_resumed(&mut self, resume: &Resume, obstacle: Obstacle) -> Result<(), MachineError> {
+    fn not_resumed(&mut self, resume: &Resume, obstacle: ResumeFailure) -> Result<(), MachineError> {
         self.boot_instead(obstacle, resume.host_reloaded, Some(resume.parked.incarnation))
     }
 
@@ -543,19 +543,19 @@ impl Machine {
         let devices = Devices { vmgenid: parked.vmgenid.clone(), guest_agent: parked.guest_agent };
         let plan = Plan::restored(&self.context, &self.disks.servers, &incarnation, number, devices)?;
         let (parked, ticker, log) = (parked.clone(), resume.ticker, self.context.outside.event_log.clone());
-        let load = move |reins: &Reins| load(&parked, plan, reins, state, ticker, &log);
+        let load = move |control: &LaunchControl| load(&parked, plan, control, state, ticker, &log);
         let step = Step::has_guest("loading its parked guest into a QEMU");
         self.begin_step(step, load, move |machine, loaded| match loaded {
             Ok((generation, set_forward)) => {
                 drill(ResumePhase::Wake.name());
-                machine.let_go_on(resume, incarnation, generation, set_forward)
+                machine.continue_guest(resume, incarnation, generation, set_forward)
             }
             Err(obstacle) => machine.not_resumed(&resume, obstacle),
         })
     }
 
     /// Continues the guest. This passes the point of no return. `set_forward`: how far its clock was set forward.
-    fn let_go_on(
+    fn continue_guest(
         &mut self,
         resume: Resume,
         incarnation: Incarnation,
@@ -600,8 +600,8 @@ impl Machine {
                 tracing::warn!("cannot find the guest's clock in its state; the clock is behind until NTP corrects it")
             }
         }
-        let life = self.hold(incarnation, generation, None);
-        self.must_happen(Input::Runs { guest: life });
+        let life = self.take_guest(incarnation, generation, None);
+        self.apply_infallible(Input::Runs { guest: life });
         self.thaw();
         drill(ResumePhase::GoOn.name());
         parked::discard(&self.context.folders.memory);
@@ -616,12 +616,12 @@ impl Machine {
 fn load(
     parked: &Parked,
     plan: Plan,
-    reins: &Reins,
+    control: &LaunchControl,
     mut state: Vec<u8>,
     ticker: Option<Ticker>,
     log: &EventLog,
-) -> Result<(Generation, Option<Duration>), Obstacle> {
-    let generation = plan.start(reins).map_err(|error| Obstacle::Keeper(error.into()))?;
+) -> Result<(Generation, Option<Duration>), ResumeFailure> {
+    let generation = plan.start(control).map_err(|error| ResumeFailure::Keeper(error.into()))?;
     record_qemu(log, generation.status());
     // As late as possible: QEMU is there to take the state.
     let set_forward = parked.set_clock(&mut state, ticker);

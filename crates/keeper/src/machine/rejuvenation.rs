@@ -9,7 +9,7 @@
 //! that lost only its end still counts. Then the loop goes on again, until the old QEMU has been retired.
 //!
 //! A keeper that dies leaves two QEMUs; the journal says whose the guest is, unless it died with the last bytes of the state, and
-//! the next keeper ends the other one (`whose_guest_is_it`) before it does anything else.
+//! the next keeper ends the other one (`find_qemu_of_guest`) before it does anything else.
 
 use std::path::{Path, PathBuf};
 use std::thread::JoinHandle;
@@ -29,7 +29,7 @@ use super::disks::{Disks, is_silent};
 use super::generation::{END_PATIENCE, Generation, LaunchError, PAUSE_PATIENCE, Plan};
 use super::hop_lock::HopLock;
 use super::launch;
-use super::launch_job::{LaunchJob, Reins};
+use super::launch_job::{LaunchControl, LaunchJob};
 use super::nvram::must_have_all_state;
 use super::park::Parking;
 use super::state::Input;
@@ -119,7 +119,7 @@ enum Failure {
     )]
     MachineType { version: Version, program: PathBuf, machine_type: String },
     #[error("the guest's networks: {0}")]
-    Wires(String),
+    Networks(String),
     #[error("cannot start the new QEMU")]
     Launch(#[from] LaunchError),
     #[error("QEMU's last message: {last_words}")]
@@ -186,19 +186,19 @@ impl Rejuvenations {
 
 impl Started {
     /// Starts QEMU from this program, or the one on the path.
-    fn start(plan: Plan, config: &Config, program: Option<&Path>, root: &RuntimeRoot, reins: &Reins) -> Self {
+    fn start(plan: Plan, config: &Config, program: Option<&Path>, root: &RuntimeRoot, control: &LaunchControl) -> Self {
         let began = Instant::now();
         let mut version = None;
         let launched = Binary::find(program).map_err(Failure::from).and_then(|binary| {
             version = Some(binary.version().to_string());
             must_have_machine_type(config, &binary)?;
-            let _lock = HopLock::to_start(root, reins);
-            let generation = plan.start_from(&binary, reins)?;
+            let _lock = HopLock::to_start(root, control);
+            let generation = plan.start_from(&binary, control)?;
             Ok((binary, generation))
         });
         let took = began.elapsed();
         let new = launched.map(|(binary, generation)| {
-            let lock = HopLock::to_stand_still(root, reins);
+            let lock = HopLock::to_stand_still(root, control);
             New { binary, generation, lock }
         });
         Self { version, began, took, new }
@@ -281,7 +281,7 @@ impl Disks {
             old: &old.qmp,
             new: &new.qmp,
             disks: &self.servers,
-            valves: old.valves().zip(new.valves()),
+            gates: old.gates().zip(new.gates()),
             has_generation_id: old.identity().vmgenid.is_some(),
             patience: PAUSE_PATIENCE,
         }
@@ -307,7 +307,7 @@ impl Machine {
             let message = format!("cannot rejuvenate: the machine is {state}, or is stopping or rebooting");
             return Err(ApiError::new(ErrorWord::WrongState, message).hint("only a running guest can be rejuvenated"));
         }
-        if let Some(why) = self.state.guest().and_then(|life| life.generation.wires().err()) {
+        if let Some(why) = self.state.guest().and_then(|life| life.generation.endpoints().err()) {
             let message = format!("cannot rejuvenate: another QEMU cannot take over the guest's networks: {why}");
             return Err(ApiError::new(ErrorWord::WrongState, message).hint("reboot the guest; after that it can"));
         }
@@ -373,11 +373,11 @@ impl Machine {
         self.disks.allow_successor(life.generation.identity().pid)?;
         self.context.journal.generation += 1;
         let (number, disks) = (self.context.journal.generation, &self.disks.servers);
-        let wires = life.generation.wires().map_err(|why| Failure::Wires(why.to_owned()))?;
-        let plan = Plan::successor(&self.context, disks, &life.incarnation, number, &life.generation, wires)?;
+        let endpoints = life.generation.endpoints().map_err(|why| Failure::Networks(why.to_owned()))?;
+        let plan = Plan::successor(&self.context, disks, &life.incarnation, number, &life.generation, endpoints)?;
         let (config, root) = (self.context.config.clone(), self.context.root.clone());
         let program = request.qemu.clone().or_else(|| config.qemu.clone());
-        let start = move |reins: &Reins| Started::start(plan, &config, program.as_deref(), &root, reins);
+        let start = move |control: &LaunchControl| Started::start(plan, &config, program.as_deref(), &root, control);
         let job = LaunchJob::begin(&self.context.config.name, number, self.context.outside.tell.clone(), start);
         Ok(job.map_err(LaunchError::Thread)?)
     }
@@ -389,7 +389,7 @@ impl Machine {
         if self.rejuvenation.hop.as_ref().is_some_and(launches) {
             self.replace_qemu();
         } else if self.state.launch().is_some_and(|next| next.generation() == generation) {
-            return self.happens(Input::Launched);
+            return self.apply(Input::Launched);
         } else if !self.is_current(generation) {
             self.context.qemu.given_up.retain(|run| run.number() != generation);
             self.context.folders.discard_generation(generation);
@@ -418,7 +418,7 @@ impl Machine {
                 }
             };
             match replaced {
-                Ok(old) => machine.begin_to_retire(old, &life.generation, progress),
+                Ok(old) => machine.begin_retirement(old, &life.generation, progress),
                 Err(failure) => machine.not_replaced(life, progress, &failure),
             }
         });
@@ -523,7 +523,7 @@ impl Machine {
         drop(lock);
         self.context.qemu.binary = Some(binary);
         let mut old = std::mem::replace(&mut life.generation, new);
-        life.generation.settle();
+        life.generation.keep_running();
         life.generation.inherit(&mut old);
         Ok(old)
     }
@@ -579,12 +579,12 @@ impl Machine {
         }
         let last_words = ended.then(|| new.process.last_words()).flatten();
         self.disks.close_to_others(&old.identity());
-        self.context.outside.console.settle(false);
+        self.context.outside.console.end_switch(false);
         // From now on a new keeper must continue the guest on the old QEMU.
         self.context.note_hop(HopNote { successor: new.identity(), committed: false });
         // Open the gates before the guest continues: continuing wakes the networks.
-        if let Some(valves) = old.valves() {
-            valves.open_up();
+        if let Some(gates) = old.gates() {
+            gates.open_up();
         }
         if let Err(error) = rejuvenation::roll_back(&old.qmp, PAUSE_PATIENCE) {
             // In that case QEMU has closed the connection and is about to end.
@@ -626,7 +626,7 @@ impl Machine {
         match progress.run(Phase::Resume, |_| hop.resume(handed)) {
             Ok(pause) => {
                 // The guest need not wait for this: its output is read after the old QEMU's last output.
-                self.context.outside.console.settle(true);
+                self.context.outside.console.end_switch(true);
                 progress.report.pause_ms = Some(pause.as_secs_f64() * 1e3);
                 Ok(pause)
             }
@@ -636,7 +636,7 @@ impl Machine {
                 if !handed.has_run() {
                     return Err(self.go_back(old, new, error.into()));
                 }
-                self.context.outside.console.settle(true);
+                self.context.outside.console.end_switch(true);
                 old.process.kill();
                 self.disks.close_to_others(&old.identity());
                 // The next guest's keeper must look for neither.
@@ -648,7 +648,7 @@ impl Machine {
 
     /// The guest is the new one's, whatever happens from here on. A journal that cannot be written says that as well, by the hop
     /// in it.
-    fn begin_to_retire(&mut self, old: Generation, new: &Generation, progress: Progress) {
+    fn begin_retirement(&mut self, old: Generation, new: &Generation, progress: Progress) {
         let new = Box::new(Replaced { identity: new.identity(), status: new.status() });
         let (began, old) = (Instant::now(), Box::new(old));
         let stage = if has_forwards(&self.context.config) {
@@ -671,7 +671,7 @@ impl Machine {
     }
 
     /// The guest has had the time that it was given, or the old QEMU has ended or is not going to.
-    pub(super) fn go_on_to_retire(&mut self) {
+    pub(super) fn continue_retirement(&mut self) {
         let Some(HopUnderWay { progress, stage }) = self.rejuvenation.hop.take() else { return };
         match stage {
             Stage::Launch { .. } => self.rejuvenation.hop = Some(HopUnderWay { progress, stage }),
@@ -693,13 +693,13 @@ impl Machine {
         self.context.folders.discard_generation(generation);
         let ends = |hop: &HopUnderWay| matches!(&hop.stage, Stage::OldEnds { old, .. } if old.number == generation);
         if self.rejuvenation.hop.as_ref().is_some_and(ends) {
-            self.go_on_to_retire();
+            self.continue_retirement();
         }
     }
 
     /// The QEMU that has the guest according to a dead keeper's journal, and whether a hop was cut off. If there is
     /// another QEMU, it counts as a stray and is ended first.
-    pub(super) fn whose_guest_is_it(&mut self) -> (Option<QemuIdentity>, bool) {
+    pub(super) fn find_qemu_of_guest(&mut self) -> (Option<QemuIdentity>, bool) {
         match self.context.journal.hop.take() {
             None => (self.context.journal.qemu.take(), false),
             Some(HopNote { successor, committed: true }) if has_begun(&self.context.folders, &successor) => {
@@ -715,7 +715,7 @@ impl Machine {
 
     /// Continues the guest after a hop that was cut off.
     pub(super) fn finish_hop(&self, generation: &mut Generation) {
-        generation.set_deaf();
+        generation.set_stale();
         self.disks.wake(&self.context, generation);
         open_forwards(&self.context, generation);
     }

@@ -34,7 +34,7 @@ impl Machine {
         {
             self.warm_reboot.ember.extinguish();
             tracing::warn!(why, "the reboot will be cold");
-            self.recovery.turned_cold(why);
+            self.recovery.set_cold(why);
             return self.start_next();
         }
         self.start_failed(START_EVERY, why)

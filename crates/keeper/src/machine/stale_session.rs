@@ -74,7 +74,7 @@ impl Disks {
         let qmp = &generation.qmp;
         self.await_disks();
         let stopped = match qmp.run_state().as_deref() {
-            // This QEMU may be one that must not be continued; `must_have_spoken` finds out.
+            // This QEMU may be one that must not be continued; `ensure_qemu_uses_disks` finds out.
             Ok("running") if self.greeting_cut_off => return,
             Ok("running") => qmp.pause(),
             _ => Ok(()),
@@ -98,12 +98,12 @@ impl Machine {
         if self.rejuvenation.parking.is_some() {
             self.listen(check.generation, check.attempt);
         } else if self.is_current(check.generation) {
-            self.must_have_spoken(check.attempt);
+            self.ensure_qemu_uses_disks(check.attempt);
         }
     }
 
     /// Notes that QEMU uses its disks, or makes it do so.
-    pub(super) fn must_have_spoken(&mut self, attempt: u32) {
+    pub(super) fn ensure_qemu_uses_disks(&mut self, attempt: u32) {
         let silent: Vec<_> = self.disks.servers.iter().filter(|disk| !disk.counters().spoken).collect();
         let Some(first) = silent.first() else {
             self.disks.forget_greeting(&mut self.context);
@@ -139,7 +139,7 @@ impl Machine {
             self.replace_silent_qemu(&name);
         } else if is_connected {
             tracing::warn!(disk = name, "QEMU does not use its disk: pausing the guest briefly to make it reconnect");
-            life.generation.set_deaf();
+            life.generation.set_stale();
             self.context.journal.qemu = Some(life.generation.identity());
             self.context.save_journal();
             if let Some(life) = self.state.guest() {

@@ -22,21 +22,21 @@ const GO_ON_PATIENCE: Duration = Duration::from_secs(5);
 
 impl Machine {
     /// Has the guest go on, if it stands still. `what`: what for.
-    pub(super) fn let_run_on(&mut self, what: &'static str) {
+    pub(super) fn resume_guest(&mut self, what: &'static str) {
         if self.state.shown() == MachineState::Paused {
-            self.must_happen(Input::Continued);
+            self.apply_infallible(Input::Continued);
         }
         let tell = self.context.outside.tell.clone();
         let Some(life) = self.state.guest_mut() else { return };
         life.going_on += 1;
         let generation = life.generation.number;
         let told = life.generation.tell(move |qmp| {
-            let went_on = match rejuvenation::roll_back(qmp, GO_ON_PATIENCE) {
+            let note_resumed = match rejuvenation::roll_back(qmp, GO_ON_PATIENCE) {
                 // It may be about to give up the migration that the guest was stopped for.
                 Err(QmpError::Refused { .. }) => rejuvenation::roll_back(qmp, GO_ON_PATIENCE),
                 tried => tried,
             };
-            let why = match went_on {
+            let why = match note_resumed {
                 // One that ended is seen elsewhere.
                 Ok(()) | Err(QmpError::Ended) => None,
                 Err(error) => Some(error.to_string()),
@@ -45,17 +45,17 @@ impl Machine {
             let _ = tell.send(Event::WentOn { generation, what, at: Instant::now(), why });
         });
         if let Err(error) = told {
-            self.went_on(what, Instant::now(), Some(format!("cannot start a thread: {error}")));
+            self.note_resumed(what, Instant::now(), Some(format!("cannot start a thread: {error}")));
         }
     }
 
     /// The guest runs again. `why`: it does not, for this reason.
-    pub(super) fn went_on(&mut self, what: &'static str, at: Instant, why: Option<String>) {
+    pub(super) fn note_resumed(&mut self, what: &'static str, at: Instant, why: Option<String>) {
         if let Some(why) = why {
             let message = format!("the guest was paused for its {what} and cannot continue: {why}");
             self.context.record(EventKind::Error { message });
             if self.state.is_undisturbed() {
-                self.must_happen(Input::Paused { why: None });
+                self.apply_infallible(Input::Paused { why: None });
             }
         }
         let Some(life) = self.state.guest_mut() else { return };
@@ -64,7 +64,7 @@ impl Machine {
             self.context.journal.guest = GuestNote::Runs;
             self.context.save_journal();
         }
-        self.saves.went_on(at);
+        self.saves.note_resumed(at);
         self.thaw();
     }
 

@@ -12,7 +12,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 use super::generation::{Generation, LaunchError};
-use super::launch_job::{LaunchJob, Reins};
+use super::launch_job::{LaunchControl, LaunchJob};
 use super::state::Input;
 use super::{Machine, MachineError};
 use crate::event::Event;
@@ -21,9 +21,9 @@ type Then = Box<dyn FnOnce(&mut Machine) -> Result<(), MachineError>>;
 
 /// What a start is doing, for the operator. Clones share it.
 #[derive(Clone)]
-pub struct Doing(Arc<Mutex<String>>);
+pub struct Activity(Arc<Mutex<String>>);
 
-impl Doing {
+impl Activity {
     pub fn new(what: impl Into<String>) -> Self {
         Self(Arc::new(Mutex::new(what.into())))
     }
@@ -43,7 +43,7 @@ pub struct Start {
     /// When the first step began.
     began: Instant,
     step: Step,
-    reins: Reins,
+    control: LaunchControl,
     /// Takes the job's result, and goes on.
     then: Then,
     /// What QEMU has said so far.
@@ -69,7 +69,7 @@ impl Start {
             generation: job.number(),
             began: Instant::now(),
             step,
-            reins: job.reins(),
+            control: job.control(),
             then: Box::new(move |machine| then(machine, job.end())),
             held: Vec::new(),
         }
@@ -88,7 +88,7 @@ impl Start {
 
 /// What a step is about.
 pub struct Step {
-    doing: Doing,
+    doing: Activity,
     has: Has,
     restores: bool,
 }
@@ -105,19 +105,19 @@ enum Has {
 
 impl Step {
     pub fn boots(doing: &str) -> Self {
-        Self { doing: Doing::new(doing), has: Has::Incarnation, restores: false }
+        Self { doing: Activity::new(doing), has: Has::Incarnation, restores: false }
     }
 
     pub fn opens_snapshot(doing: &str) -> Self {
-        Self { doing: Doing::new(doing), has: Has::Nothing, restores: true }
+        Self { doing: Activity::new(doing), has: Has::Nothing, restores: true }
     }
 
-    pub fn restores(doing: Doing) -> Self {
+    pub fn restores(doing: Activity) -> Self {
         Self { doing, has: Has::Incarnation, restores: true }
     }
 
     pub fn has_guest(doing: &str) -> Self {
-        Self { doing: Doing::new(doing), has: Has::Guest, restores: false }
+        Self { doing: Activity::new(doing), has: Has::Guest, restores: false }
     }
 }
 
@@ -134,7 +134,7 @@ impl Machine {
     pub(super) fn begin_step<T: Send + 'static>(
         &mut self,
         step: Step,
-        work: impl FnOnce(&Reins) -> T + Send + 'static,
+        work: impl FnOnce(&LaunchControl) -> T + Send + 'static,
         then: impl FnOnce(&mut Self, T) -> Result<(), MachineError> + 'static,
     ) -> Result<(), MachineError> {
         let (context, number) = (&self.context, self.context.journal.generation);
@@ -150,20 +150,20 @@ impl Machine {
         work: impl FnOnce(&Generation) -> T + Send + 'static,
         then: impl FnOnce(&mut Self, Generation, T) -> Result<(), MachineError> + 'static,
     ) -> Result<(), MachineError> {
-        let (context, reins) = (&self.context, Reins::of(&generation.process));
+        let (context, control) = (&self.context, LaunchControl::of(&generation.process));
         let (number, tell) = (generation.number, context.outside.tell.clone());
-        let work = move |_: &Reins| {
+        let work = move |_: &LaunchControl| {
             let result = work(&generation);
             (generation, result)
         };
-        let job = LaunchJob::begin_with(reins, &context.config.name, number, tell, work);
+        let job = LaunchJob::begin_with(control, &context.config.name, number, tell, work);
         let then = move |machine: &mut Self, (generation, result)| then(machine, generation, result);
         self.launches(Start::of(job.map_err(LaunchError::Thread)?, step, then))
     }
 
     fn launches(&mut self, start: Start) -> Result<(), MachineError> {
         let holds_guest = start.step.has == Has::Guest;
-        self.happens(Input::Launches { launch: start, holds_guest })
+        self.apply(Input::Launches { launch: start, holds_guest })
     }
 
     /// A step of a start has ended.
@@ -185,7 +185,7 @@ impl Machine {
     }
 
     /// Keeps what the QEMU of a start says until that has ended. Gives back anything else.
-    pub(super) fn hold_for_start(&mut self, event: Event) -> Option<Event> {
+    pub(super) fn defer_start_event(&mut self, event: Event) -> Option<Event> {
         match self.state.launch_mut() {
             Some(start) if start.must_hold(&event) => {
                 start.held.push(event);
@@ -198,7 +198,7 @@ impl Machine {
     /// The machine was told to stop.
     pub(super) fn end_launch(&self) {
         if let Some(start) = self.state.launch() {
-            start.reins.give_up();
+            start.control.give_up();
         }
     }
 

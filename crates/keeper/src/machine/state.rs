@@ -1,6 +1,6 @@
 //! State: the machine's state, and every decision about what comes next.
 //!
-//! input (a request, QEMU's end, a time that has come) -> `step` -> the next state and actions -> `Machine::happens`
+//! input (a request, QEMU's end, a time that has come) -> `step` -> the next state and actions -> `Machine::apply`
 //! carries them out
 //!
 //! `step` is pure: it reads no clock and no file, and touches nothing. So a test can list every state with every input (`table`).
@@ -169,7 +169,7 @@ pub enum Input<G, L> {
         rehearses: bool,
     },
     /// The dead guest's memory is ready for the next guest. `back_off`: the machine is in a crash loop.
-    Buried {
+    LifeOver {
         back_off: Option<BackOff>,
     },
     TimeUp {
@@ -199,15 +199,15 @@ pub enum Action<G, L> {
     /// Note the images before it is recorded that the guest is paused for good.
     NoteIdleDisks,
     DumpLiving,
-    /// Keep the dead guest's memory as ember, or drop it. Then `Buried`.
-    Bury {
+    /// Keep the dead guest's memory as ember, or drop it. Then `LifeOver`.
+    EndLife {
         guest: G,
         how: String,
         cause: EndCause,
         cold: bool,
     },
     /// Keep only what the dump of the last guest needs.
-    BuryLast {
+    EndLastLife {
         guest: G,
         how: String,
         cause: EndCause,

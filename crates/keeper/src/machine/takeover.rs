@@ -12,7 +12,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use hearth_api::EventKind;
-use hearth_disk::arrival::Conduct;
+use hearth_disk::arrival::MissPolicy;
 use hearth_disk::image::Unwritten;
 use hearth_disk::server::DiskServer;
 use hearth_memory::RamFile;
@@ -48,8 +48,8 @@ impl Machine {
     /// Takes over a living QEMU of this machine. False if there is none.
     pub(super) fn take_over(&mut self) -> Result<bool, MachineError> {
         self.disks.note_greeting(&mut self.context);
-        let (identity, hop_cut_off) = self.whose_guest_is_it();
-        self.end_strays(identity.as_ref().map(|identity| identity.pid));
+        let (identity, hop_cut_off) = self.find_qemu_of_guest();
+        self.kill_stray_qemus(identity.as_ref().map(|identity| identity.pid));
         let Some(process) = identity.as_ref().and_then(|identity| Generation::find(&self.context.folders, identity))
         else {
             self.discard_all_incarnations();
@@ -86,7 +86,7 @@ impl Machine {
         parked::discard(&self.context.folders.memory);
         if hop_cut_off {
             self.finish_hop(&mut generation);
-        } else if generation.identity().deaf {
+        } else if generation.identity().stale {
             self.disks.wake(&self.context, &generation);
         }
         // A restored guest may not have been started yet.
@@ -94,33 +94,33 @@ impl Machine {
         let noted = self.context.journal.guest.clone();
         if noted.is_paused() || stands {
             self.context.journal.guest = GuestNote::Runs;
-            self.go_on_where_it_stood(&mut generation);
+            self.resume_paused_guest(&mut generation);
         }
         let run_state = generation.qmp.run_state();
         self.warm_reboot.monitor.watch(Some(incarnation.clone()));
         let number = generation.number;
-        let life = self.hold(incarnation, generation, began);
+        let life = self.take_guest(incarnation, generation, began);
         // Record this only now: whoever waits for this event may type into the guest.
         self.context.record(EventKind::KeeperTookOver { qemu_pid: pid, generation: number });
-        self.must_happen(Input::Runs { guest: life });
+        self.apply_infallible(Input::Runs { guest: life });
         if let GuestNote::PausedForDump { file } = noted {
             let why = "its keeper died; the paused guest continues: dump it again";
             let file = incomplete_path(&file).display().to_string();
             self.context.record(EventKind::DumpIncomplete { file, why: why.to_owned() });
         }
-        self.must_have_spoken(1);
+        self.ensure_qemu_uses_disks(1);
         if self.context.journal.frozen {
             self.saves.note_frozen(&mut self.context);
             self.thaw();
         }
-        self.translate_as_ever();
+        self.end_fresh_translation();
         self.go_on_filling()?;
         self.go_on_with_order();
         match run_state.as_deref() {
             Ok("guest-panicked") => self.guest_panicked()?,
             Ok("watchdog") => self.watchdog_expired("pause".to_owned())?,
             Ok("running") => {}
-            Ok(_) => self.must_happen(Input::Paused { why: None }),
+            Ok(_) => self.apply_infallible(Input::Paused { why: None }),
             Err(error) => tracing::warn!(%error, "QEMU does not report the guest's state"),
         }
         Ok(true)
@@ -134,9 +134,9 @@ impl Machine {
             tracing::error!(pid, "QEMU does not exit; the machine may not start");
         }
         self.memory.end(&mut self.context, &self.warm_reboot, &self.disks);
-        self.disks.backfill.set_conduct(Conduct::Refuse);
+        self.disks.backfill.set_miss_policy(MissPolicy::Refuse);
         std::mem::take(&mut self.disks.servers).into_iter().for_each(DiskServer::stop);
-        self.disks.backfill.set_conduct(Conduct::Wait);
+        self.disks.backfill.set_miss_policy(MissPolicy::Wait);
         self.disks.nvram.clear();
         self.disks.pmem.clear();
         self.warm_reboot.ember.extinguish();
@@ -175,7 +175,7 @@ impl Machine {
     }
 
     /// Ends QEMUs that a dead keeper started and did not note: two QEMUs on one disk would destroy it.
-    fn end_strays(&self, ours: Option<u32>) {
+    fn kill_stray_qemus(&self, ours: Option<u32>) {
         for pid in memory_owner::qemus_of(&self.context.folders.runtime, &self.context.folders.memory) {
             if Some(pid) != ours {
                 tracing::warn!(pid, "ending a QEMU that a dead keeper never finished starting");

@@ -30,9 +30,9 @@ impl LastRecovery {
     }
 
     /// Records that the dead guest's memory cannot be kept after all.
-    pub fn turned_cold(&mut self, why: String) {
+    pub fn set_cold(&mut self, why: String) {
         if let Some(timeline) = &mut self.timeline {
-            timeline.turned_cold(why);
+            timeline.set_cold(why);
         }
     }
 
@@ -98,7 +98,7 @@ impl Timeline {
     }
 
     /// Records that the memory cannot be kept after all.
-    pub fn turned_cold(&mut self, why: String) {
+    pub fn set_cold(&mut self, why: String) {
         self.recovery.warm = false;
         self.recovery.why_cold = Some(why);
     }

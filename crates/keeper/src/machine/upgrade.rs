@@ -19,7 +19,7 @@ fn not_replaced(why: &str) -> ApiError {
 }
 
 impl Machine {
-    /// Has a thread ask the new program whether it can take over; `successor_says` goes on.
+    /// Has a thread ask the new program whether it can take over; `handle_successor` goes on.
     pub(super) fn begin_upgrade(&mut self, request: UpgradeRequest, answer: &Reply) -> Result<(), ApiError> {
         let incarnation = self.may_hand_over()?;
         let (config, root) = (self.context.config.clone(), self.context.root.clone());
@@ -35,7 +35,7 @@ impl Machine {
     }
 
     /// The new program can take over, or cannot. If it can, the loop ends.
-    pub(super) fn successor_says(
+    pub(super) fn handle_successor(
         &mut self,
         incarnation: u32,
         successor: Result<Box<Successor>, ApiError>,

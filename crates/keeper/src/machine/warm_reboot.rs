@@ -8,12 +8,12 @@ use hearth_disk::boot_set::BootSet;
 use hearth_disk::server::DiskServer;
 use hearth_disk::tag::Tagger;
 use hearth_memory::PAGE_BYTES;
-use hearth_recovery::admission::Terms;
+use hearth_recovery::admission::AdmissionInputs;
 use hearth_recovery::budget::Budget;
 use hearth_recovery::ember::Ember;
 use hearth_recovery::fast_remount::WarmSources;
 use hearth_recovery::incarnation::Incarnation;
-use hearth_recovery::warm_reboot::{Phase, Succession};
+use hearth_recovery::warm_reboot::{Phase, RebootContext};
 
 use super::memory_monitor::MemoryMonitor;
 use super::timeline::LastRecovery;
@@ -48,7 +48,7 @@ impl WarmReboot {
         Ok(Self { tagger, ember, sources, budget, monitor })
     }
 
-    pub fn memory_says(&self, context: &Context, recovery: &mut LastRecovery, message: MemoryMessage) {
+    pub fn handle_memory(&self, context: &Context, recovery: &mut LastRecovery, message: MemoryMessage) {
         let counts = self.ember.counts();
         match message {
             MemoryMessage::Settled { released_bytes, began, took } => {
@@ -88,8 +88,8 @@ impl WarmReboot {
     }
 
     /// The steps from a dead guest to the next one: drain the disks, keep the memory.
-    pub fn succession<'a>(&'a self, disks: &'a [DiskServer]) -> Succession<'a> {
-        Succession { disks, warm: &self.sources, tagger: &self.tagger, patience: DRAIN_PATIENCE }
+    pub fn succession<'a>(&'a self, disks: &'a [DiskServer]) -> RebootContext<'a> {
+        RebootContext { disks, warm: &self.sources, tagger: &self.tagger, patience: DRAIN_PATIENCE }
     }
 
     /// Drops all blocks of this disk that are in memory. `living`: an incarnation whose ledger may hold some.
@@ -110,9 +110,9 @@ impl WarmReboot {
         self.ember.is_held() || always && !self.ember.incarnations().is_empty()
     }
 
-    /// Terms for granting memory to the next guest.
-    pub fn terms(&self, context: &Context) -> Terms {
-        Terms {
+    /// AdmissionInputs for granting memory to the next guest.
+    pub fn terms(&self, context: &Context) -> AdmissionInputs {
+        AdmissionInputs {
             folder: context.folders.memory.clone(),
             budget: self.budget,
             ember: self.ember.clone(),

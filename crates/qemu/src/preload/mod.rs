@@ -10,15 +10,15 @@ const LIBRARY: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/preload.so"));
 /// Seconds for which a QEMU that receives a guest keeps its heap (see `heap.c`): longer than a hop may take.
 const KEEP_HEAP_S: &str = "30";
 
-/// The environment that QEMU needs to hand over its userfaultfd, to obey its valves and to keep its heap.
+/// The environment that QEMU needs to hand over its userfaultfd, to obey its gates and to keep its heap.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Preload {
     /// Path of the library.
     pub library: PathBuf,
     /// Socket on which the keeper waits for the userfaultfd.
     pub socket: PathBuf,
-    /// File of the valves. None without networks that have valves.
-    pub valves: Option<PathBuf>,
+    /// File of the gates. None without networks that have gates.
+    pub gates: Option<PathBuf>,
     /// Whether QEMU keeps free heap memory, because a guest stands still while QEMU receives it.
     pub keeps_heap: bool,
 }
@@ -27,8 +27,8 @@ impl Preload {
     /// Variables to add to QEMU's environment.
     pub fn environment(&self) -> impl Iterator<Item = (&'static str, OsString)> {
         let always = [("LD_PRELOAD", &self.library), ("HEARTH_USERFAULT_SOCKET", &self.socket)];
-        let valves = self.valves.as_ref().map(|valves| ("HEARTH_VALVES", valves));
-        let paths = always.into_iter().chain(valves).map(|(name, path)| (name, path.clone().into()));
+        let gates = self.gates.as_ref().map(|gates| ("HEARTH_VALVES", gates));
+        let paths = always.into_iter().chain(gates).map(|(name, path)| (name, path.clone().into()));
         paths.chain(self.keeps_heap.then(|| ("HEARTH_KEEP_HEAP_S", KEEP_HEAP_S.into())))
     }
 }

@@ -1,6 +1,6 @@
 /* Part of the preload library: valves (packet gates) that keep QEMU from its networks while another QEMU uses them.
  *
- * crates/qemu/src/valve.rs describes the file and the reason. While a valve is shut, QEMU does not learn that a packet has
+ * crates/qemu/src/packet_gate.rs describes the file and the reason. While a valve is shut, QEMU does not learn that a packet has
  * arrived (ppoll), and the packet waits in the kernel. A stream is shut between two packets: QEMU still reads the rest of a
  * packet that it has begun. QEMU's settings of a tap are delayed until its valve opens, because they apply to every process
  * that has the tap open. A QEMU that starts would reset them to values that no guest has agreed on.

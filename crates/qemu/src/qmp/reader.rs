@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
-use super::{QmpEvent, Said, event, now};
+use super::{QmpEvent, TimedEvent, event, now};
 use crate::Stream;
 
 /// Maximum length of a line. The longest answer to Hearth's commands has about 50 KiB.
@@ -78,17 +78,17 @@ enum Fault {
 }
 
 /// Reads until QEMU closes the connection or exceeds a bound, which is reported.
-pub(super) fn read_all(mut lines: BufReader<Stream>, answered: &SyncSender<Value>, hears: &dyn Fn(Said)) {
+pub(super) fn read_all(mut lines: BufReader<Stream>, answered: &SyncSender<Value>, hears: &dyn Fn(TimedEvent)) {
     let Err(fault) = read_within_bounds(&mut lines, answered, hears) else { return };
     // QEMU may be blocked in a write; this ends it.
     let _ = lines.get_ref().shutdown(std::net::Shutdown::Both);
-    hears(Said { event: QmpEvent::Misbehaves(fault.to_string()), at: now() });
+    hears(TimedEvent { event: QmpEvent::Misbehaves(fault.to_string()), at: now() });
 }
 
 fn read_within_bounds(
     lines: &mut BufReader<Stream>,
     answered: &SyncSender<Value>,
-    hears: &dyn Fn(Said),
+    hears: &dyn Fn(TimedEvent),
 ) -> Result<(), Fault> {
     let begun = Instant::now();
     let (mut messages, mut bytes) = (Budget::new(MESSAGES, begun), Budget::new(BYTES, begun));
@@ -116,7 +116,7 @@ fn read_within_bounds(
             continue;
         };
         match event(&message) {
-            Some(event) => hears(Said { event, at: time(&message) }),
+            Some(event) => hears(TimedEvent { event, at: time(&message) }),
             None => match answered.try_send(message) {
                 Err(TrySendError::Full(_)) => return Err(Fault::Unasked),
                 // Nobody waits once the session is dropped.

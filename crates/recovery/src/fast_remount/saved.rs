@@ -19,7 +19,7 @@ use std::path::{Path, PathBuf};
 use hearth_disk::block::{BLOCK_BYTES, DiskId};
 use hearth_disk::boot_set::BootSet;
 use hearth_disk::tag::{TAG_KEY_BYTES, Tag, Tagger};
-use hearth_memory::{Lasting, replace_file, sync_folder_of};
+use hearth_memory::{Durability, replace_file, sync_folder_of};
 
 use crate::images::DiskNote;
 use crate::random;
@@ -45,7 +45,7 @@ pub enum SavedError {
 pub fn save(path: &Path, boot_set: &BootSet, disks: &[DiskNote]) -> Result<u64, SavedError> {
     let folder = path.parent().map_or(Ok(()), fs::create_dir_all);
     folder
-        .and_then(|()| replace_file(path, Lasting::PowerCut, |file| write(file, boot_set, disks)))
+        .and_then(|()| replace_file(path, Durability::PowerCut, |file| write(file, boot_set, disks)))
         .map_err(|source| SavedError::Write { path: path.to_owned(), source })
 }
 

@@ -15,7 +15,7 @@ use std::io::{self, Write};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-use hearth_memory::{Lasting, replace_file, sync_folder_of};
+use hearth_memory::{Durability, replace_file, sync_folder_of};
 use serde::{Deserialize, Serialize};
 
 use super::Mode;
@@ -102,7 +102,8 @@ impl Order {
     pub fn write(&self) -> Result<(), OrderError> {
         let path = Self::path(&self.configuration);
         let text = serde_json::to_vec_pretty(self).expect("an order is plain data");
-        replace_file(&path, Lasting::PowerCut, |file| file.write_all(&text)).map_err(OrderError::io(&path, "written"))
+        replace_file(&path, Durability::PowerCut, |file| file.write_all(&text))
+            .map_err(OrderError::io(&path, "written"))
     }
 
     /// Loads the order; `None` if the machine was not made by a restore, or its guest has run.

@@ -163,8 +163,8 @@ fn prefetched_pages_cause_no_fault() {
 #[test]
 fn cancelled_prefetch_stops() {
     let stand = Stand::new();
-    let called_off = prefetch(&stand.snapshot().ram, &stand.ram, |chunk| chunk < 2);
-    assert!(matches!(called_off, Err(RestoreError::CalledOff)));
+    let cancelled = prefetch(&stand.snapshot().ram, &stand.ram, |chunk| chunk < 2);
+    assert!(matches!(cancelled, Err(RestoreError::CalledOff)));
     let there: Vec<u64> = stand.ram.resident_ranges().unwrap().into_iter().flatten().collect();
     assert_eq!(there, (10..42).collect::<Vec<_>>());
 }

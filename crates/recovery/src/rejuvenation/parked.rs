@@ -29,7 +29,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
 use hearth_disk::image::{ImageFile, ImageNote};
-use hearth_memory::{Lasting, MemoryError, RamFile, replace_file};
+use hearth_memory::{Durability, MemoryError, RamFile, replace_file};
 use hearth_qemu::EARLIER_MACHINE_TYPE;
 use serde::{Deserialize, Serialize};
 
@@ -301,7 +301,7 @@ impl Parked {
         let synced = File::open(folder).and_then(|folder| Ok(rustix::fs::syncfs(folder)?));
         synced.map_err(SnapshotError::io(folder, "written"))?;
         let (path, text) = (folder.join(NOTE), self.to_text());
-        let written = replace_file(&path, Lasting::PowerCut, |file| file.write_all(text.as_bytes()));
+        let written = replace_file(&path, Durability::PowerCut, |file| file.write_all(text.as_bytes()));
         Ok(written.map_err(SnapshotError::io(&path, "written"))?)
     }
 

@@ -1,6 +1,6 @@
 //! Relay: takes a guest's state from one QEMU and gives it to another, with a time limit.
 //!
-//! The state is relayed whole (`receive_while` until its QEMU hangs up, then `send`), or as it arrives (`Passage`): the
+//! The state is relayed whole (`receive_while` until its QEMU hangs up, then `send`), or as it arrives (`Transfer`): the
 //! new QEMU then loads what the old one has saved already, and neither can hold up the other.
 
 use std::io::{self, ErrorKind, Read, Write};
@@ -93,7 +93,7 @@ impl Bell {
 }
 
 /// Both ends of a transfer, and the bytes between them.
-pub struct Passage {
+pub struct Transfer {
     /// `None` when nothing more comes.
     source: Option<Stream>,
     /// `None` when it takes nothing more.
@@ -106,7 +106,7 @@ pub struct Passage {
     received: u64,
 }
 
-impl Passage {
+impl Transfer {
     /// A passage that keeps back the last `keep_back` bytes received.
     pub fn open(source: Stream, target: UnixStream, bell: Bell, keep_back: usize) -> io::Result<Self> {
         source.set_nonblocking(true)?;
@@ -269,7 +269,7 @@ mod tests {
 
         let (old, source) = UnixStream::pair().unwrap();
         let (target, _new) = UnixStream::pair().unwrap();
-        let mut passage = Passage::open(source.into(), target, Bell::new().unwrap(), 4).unwrap();
+        let mut passage = Transfer::open(source.into(), target, Bell::new().unwrap(), 4).unwrap();
         let (had_room, taken) = passage.take_while(deadline(), || send_before_answering(old, &state));
         assert!(had_room && taken.is_ok());
         passage.take().unwrap();
@@ -288,7 +288,7 @@ mod tests {
         let (mut old, source) = UnixStream::pair().unwrap();
         let (target, mut new) = UnixStream::pair().unwrap();
         let bell = Bell::new().unwrap();
-        let mut passage = Passage::open(source.into(), target, bell.clone(), 4).unwrap();
+        let mut passage = Transfer::open(source.into(), target, bell.clone(), 4).unwrap();
         old.write_all(b"the whole state").unwrap();
         passage.take().unwrap();
         passage.give();

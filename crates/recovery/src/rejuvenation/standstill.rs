@@ -7,11 +7,11 @@ use std::sync::mpsc::{Receiver, channel};
 use std::time::Duration;
 
 use hearth_disk::server::DiskServer;
-use hearth_qemu::{Qmp, QmpEvent, Said};
+use hearth_qemu::{Qmp, QmpEvent, TimedEvent};
 
 /// Watches a guest's QEMU from before a hop.
 pub struct Standstill {
-    heard: Receiver<Said>,
+    heard: Receiver<TimedEvent>,
     before: Vec<u64>,
 }
 
@@ -41,9 +41,9 @@ pub fn first_stop(before: &[u64], now: &[u64]) -> Option<Duration> {
     stopped.map(|(_, now)| Duration::from_micros(*now)).min()
 }
 
-fn stood(heard: impl IntoIterator<Item = Said>, first_stop: Option<Duration>) -> Duration {
+fn stood(heard: impl IntoIterator<Item = TimedEvent>, first_stop: Option<Duration>) -> Duration {
     let (mut stood, mut stopped_at, mut first_stop) = (Duration::ZERO, None, first_stop);
-    for Said { event, at } in heard {
+    for TimedEvent { event, at } in heard {
         match event {
             QmpEvent::Stopped => stopped_at = first_stop.take().into_iter().chain([at]).min(),
             QmpEvent::Resumed => stood += stopped_at.take().map_or(Duration::ZERO, |since| at.saturating_sub(since)),
@@ -58,7 +58,7 @@ mod tests {
     use super::*;
 
     fn check(heard: &[(QmpEvent, u64)], first_stop: Option<u64>, expect: u64) {
-        let said = heard.iter().map(|(event, at)| Said { event: event.clone(), at: Duration::from_millis(*at) });
+        let said = heard.iter().map(|(event, at)| TimedEvent { event: event.clone(), at: Duration::from_millis(*at) });
         let first_stop = first_stop.map(Duration::from_millis);
         assert_eq!(stood(said, first_stop), Duration::from_millis(expect), "{heard:?}");
     }

@@ -10,7 +10,7 @@ use std::io;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use hearth_disk::arrival::{Arrival, Arrivals, Conduct, Order};
+use hearth_disk::arrival::{Arrival, Arrivals, MissPolicy, Order};
 use hearth_disk::image::{Format, Image, ImageOptions};
 use hearth_store::{Object, Slot, Urgency};
 
@@ -74,7 +74,7 @@ impl ArrivingDisk {
 
     /// Fetches everything now. Calls `progress` with the bytes that are present and the total.
     pub fn bring_all(&self, progress: &mut dyn FnMut(u64, u64)) -> Result<(), SnapshotError> {
-        self.arrival.set_conduct(Conduct::Wait);
+        self.arrival.set_miss_policy(MissPolicy::Wait);
         let mut asked_to = 0;
         while let Some((order, _)) = self.arrival.next(|| Some(())) {
             let place = self.arrival.place_of(order.unit).unwrap_or_default();

@@ -69,7 +69,7 @@ impl Format {
 }
 
 /// Operations that differ between the two formats.
-pub(super) trait Form: Send {
+pub(super) trait FormatWriter: Send {
     /// Writes the data first, and then what makes it part of the file.
     fn write(&mut self, storage: &mut dyn Storage, packed: &Packed) -> io::Result<()>;
 
@@ -91,7 +91,7 @@ pub struct Dump {
     /// Path of the finished file.
     path: PathBuf,
     storage: Box<dyn Storage>,
-    form: Box<dyn Form>,
+    form: Box<dyn FormatWriter>,
     format: Format,
     kept: Arc<Bitmap>,
     /// Pages that were written before this `Dump` began. Chunks leave them alone.
@@ -176,7 +176,7 @@ impl Dump {
         plan: Plan,
         format: Format,
     ) -> Result<Self, DumpError> {
-        let begun: io::Result<Box<dyn Form>> = match format {
+        let begun: io::Result<Box<dyn FormatWriter>> = match format {
             Format::Kdump(compression) => {
                 KdumpWriter::begin(&plan, compression, &mut *storage).map(|form| Box::new(form) as _)
             }
@@ -201,7 +201,7 @@ impl Dump {
         let incomplete = incomplete_path(path);
         let mut magic = [0; 4];
         storage.read_exact_at(&mut magic, 0).map_err(|_| DumpError::NotOurs { path: incomplete.clone() })?;
-        let (form, resumed): (Box<dyn Form>, Resumed) = match &magic {
+        let (form, resumed): (Box<dyn FormatWriter>, Resumed) = match &magic {
             b"\x7fELF" => match ElfWriter::resume(&*storage) {
                 Ok((form, resumed)) => (Box::new(form), resumed),
                 Err(source) => return Err(DumpError::Elf { path: incomplete, source }),

@@ -65,7 +65,7 @@ pub enum PageError {
 
 /// Page counts of a file.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Survey {
+pub struct PageCounts {
     /// Pages that the dump was made to keep.
     pub pages: u64,
     /// Kept pages that are not in the file.
@@ -160,7 +160,7 @@ impl VmcoreFile {
     }
 
     /// Counts the pages of the file.
-    pub fn survey(&self) -> Survey {
+    pub fn survey(&self) -> PageCounts {
         match &self.content {
             Content::Kdump(kdump) => kdump.survey(&self.source),
             Content::Elf(elf) => elf.survey(),

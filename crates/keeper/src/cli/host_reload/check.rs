@@ -10,7 +10,7 @@ use serde_json::Value;
 use super::super::text::{Side, table};
 use super::super::{CliError, Context, Exit};
 use super::PrepareArguments;
-use super::ground::{Ground, files_through_cache};
+use super::host_root::{HostRoot, files_through_cache};
 use crate::check::life;
 use crate::client::Client;
 use crate::host_reload::{MachineNote, Outcome};
@@ -52,9 +52,9 @@ pub struct Findings {
 impl Findings {
     pub fn of(root: &RuntimeRoot, arguments: &PrepareArguments) -> Self {
         // In a drill the host keeps its kernel and everything in its memory.
-        let ground = (!arguments.drill).then(Ground::host);
+        let host_root = (!arguments.drill).then(HostRoot::host);
         let problems =
-            ground.as_ref().map(|ground| host_problems(ground, &arguments.record.record)).unwrap_or_default();
+            host_root.as_ref().map(|host_root| host_problems(host_root, &arguments.record.record)).unwrap_or_default();
         let mut findings = Self { verdicts: vec![Verdict { machine: None, problems, note: None }] };
         for name in root.names() {
             let looked = match life::orphaned_qemu(&root.machine(&name)) {
@@ -65,7 +65,7 @@ impl Findings {
                 None => continue,
             };
             let (problems, note) = match looked {
-                Ok(seen) => (machine_problems(root, &seen, ground.as_ref()), Some(seen.note)),
+                Ok(seen) => (machine_problems(root, &seen, host_root.as_ref()), Some(seen.note)),
                 Err(why) => (vec![why], None),
             };
             findings.verdicts.push(Verdict { machine: Some(name), problems, note });
@@ -124,8 +124,8 @@ fn rows(verdict: &Verdict) -> Vec<Vec<String>> {
     std::iter::once(first).chain(rest).collect()
 }
 
-fn host_problems(ground: &Ground, record: &Path) -> Vec<String> {
-    [kexec_problem(), ground.resume_problem(), ground.file_problem("the record", record)]
+fn host_problems(host_root: &HostRoot, record: &Path) -> Vec<String> {
+    [kexec_problem(), host_root.resume_problem(), host_root.file_problem("the record", record)]
         .into_iter()
         .flatten()
         .collect()
@@ -161,12 +161,12 @@ fn look(root: &RuntimeRoot, name: &str) -> Result<Seen, String> {
     Ok(Seen { note, config })
 }
 
-/// `ground` is none if the host keeps its kernel.
-fn machine_problems(root: &RuntimeRoot, Seen { note, config }: &Seen, ground: Option<&Ground>) -> Vec<String> {
+/// `host_root` is none if the host keeps its kernel.
+fn machine_problems(root: &RuntimeRoot, Seen { note, config }: &Seen, host_root: Option<&HostRoot>) -> Vec<String> {
     let mut problems = Vec::new();
-    if let Some(ground) = ground {
-        problems.extend(memory_problems(ground, &note.memory_folder));
-        problems.extend(needed_files(config).iter().filter_map(|(what, path)| ground.file_problem(what, path)));
+    if let Some(host_root) = host_root {
+        problems.extend(memory_problems(host_root, &note.memory_folder));
+        problems.extend(needed_files(config).iter().filter_map(|(what, path)| host_root.file_problem(what, path)));
     }
     if !note.file.exists() {
         problems.push(format!("{} is missing, so no keeper can be started for it", note.file.display()));
@@ -176,12 +176,12 @@ fn machine_problems(root: &RuntimeRoot, Seen { note, config }: &Seen, ground: Op
     problems
 }
 
-fn memory_problems(ground: &Ground, folder: &Path) -> Vec<String> {
+fn memory_problems(host_root: &HostRoot, folder: &Path) -> Vec<String> {
     let maps_directly = match Room::of(folder) {
         Ok(room) => room.kind == FileSystemKind::Dax,
         Err(error) => return vec![crate::chain(&error)],
     };
-    match ground.memory_problem(folder, maps_directly) {
+    match host_root.memory_problem(folder, maps_directly) {
         Some(problem) => vec![problem],
         None => files_through_cache(folder),
     }
@@ -234,9 +234,9 @@ mod tests {
 
     #[test]
     fn memory_lost_with_the_kernel_is_reported() {
-        let problems = memory_problems(&Ground::host(), Path::new("/dev/shm"));
+        let problems = memory_problems(&HostRoot::host(), Path::new("/dev/shm"));
         assert!(problems.len() == 1 && problems[0].starts_with("/dev/shm: is on tmpfs"), "{problems:?}");
-        assert_eq!(memory_problems(&Ground::host(), Path::new("/nowhere")).len(), 1);
+        assert_eq!(memory_problems(&HostRoot::host(), Path::new("/nowhere")).len(), 1);
     }
 
     #[test]

@@ -6,7 +6,7 @@
 //! If one machine cannot be parked, the parked ones resume and the host keeps its kernel.
 
 mod check;
-mod ground;
+mod host_root;
 mod prepare;
 mod resume;
 mod status;

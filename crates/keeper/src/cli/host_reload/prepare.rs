@@ -41,13 +41,13 @@ pub fn prepare(context: &mut Context<'_>, arguments: &PrepareArguments) -> Resul
     let seen = must_be_fit(context, arguments)?;
     let fleet = lock_fleet(context, &arguments.fleet)?;
     let begun = begin(context, arguments, fleet.as_ref(), seen);
-    let (mut record, unfit, called_off) = match (begun, &fleet) {
+    let (mut record, unfit, cancelled) = match (begun, &fleet) {
         (Ok(begun), _) => begun,
         (Err(error), Some(fleet)) => return resume::give_back(fleet).and(Err(error)),
         (Err(error), None) => return Err(error),
     };
-    let parked = park_all(context, &mut record, arguments, &called_off)
-        .and_then(|failed| conclude(context, &record, arguments, unfit + failed, &called_off));
+    let parked = park_all(context, &mut record, arguments, &cancelled)
+        .and_then(|failed| conclude(context, &record, arguments, unfit + failed, &cancelled));
     let failed = match parked {
         Ok(failed) => failed,
         Err(error) => return take_back(context, record, path, &error),
@@ -76,14 +76,14 @@ fn begin(
 ) -> Result<(Record, usize, Arc<AtomicBool>), CliError> {
     // The lock may have been granted hours later.
     let findings = if fleet.is_some() { must_be_fit(context, arguments)? } else { seen };
-    let unfit = tell_unfit(context, &findings)?;
-    let called_off = Arc::new(AtomicBool::new(false));
+    let unfit = report_unfit(context, &findings)?;
+    let cancelled = Arc::new(AtomicBool::new(false));
     for signal in [SIGINT, SIGTERM, SIGHUP] {
-        signal_hook::flag::register(signal, called_off.clone()).map_err(CliError::Signals)?;
+        signal_hook::flag::register(signal, cancelled.clone()).map_err(CliError::Signals)?;
     }
     let record = Record::new(rfc3339(SystemTime::now()), context.root.path(), fleet.cloned(), findings.machines());
     record.save(&arguments.record.record)?;
-    Ok((record, unfit, called_off))
+    Ok((record, unfit, cancelled))
 }
 
 /// The number of machines not parked, if the host may reload. The operator must have seen that it may, or nobody starts
@@ -93,9 +93,9 @@ fn conclude(
     record: &Record,
     arguments: &PrepareArguments,
     failed: usize,
-    called_off: &AtomicBool,
+    cancelled: &AtomicBool,
 ) -> Result<usize, CliError> {
-    if called_off.load(Ordering::Relaxed) {
+    if cancelled.load(Ordering::Relaxed) {
         return Err(CliError::HostReload("it was cancelled".to_owned()));
     }
     if failed > 0 && !arguments.keep_going {
@@ -146,7 +146,7 @@ fn lock_fleet(context: &mut Context<'_>, arguments: &FleetArguments) -> Result<O
 }
 
 /// The number of machines that are not tried.
-fn tell_unfit(context: &mut Context<'_>, findings: &Findings) -> Result<usize, CliError> {
+fn report_unfit(context: &mut Context<'_>, findings: &Findings) -> Result<usize, CliError> {
     let mut unfit = 0;
     for verdict in findings.verdicts.iter().filter(|verdict| !verdict.can()) {
         let Some(name) = &verdict.machine else { continue };
@@ -165,7 +165,7 @@ fn park_all(
     context: &mut Context<'_>,
     record: &mut Record,
     arguments: &PrepareArguments,
-    called_off: &AtomicBool,
+    cancelled: &AtomicBool,
 ) -> Result<usize, CliError> {
     let path = &arguments.record.record;
     let begun = record.machines.iter().filter(|machine| machine.outcome == Outcome::Begun);
@@ -178,7 +178,7 @@ fn park_all(
         let (say, words) = channel();
         for _ in 0..at_a_time {
             let (queue, root, machines, say) = (&queue, &root, &machines, say.clone());
-            scope.spawn(move || work(queue, root, machines, (arguments.keep_going, called_off), &say));
+            scope.spawn(move || work(queue, root, machines, (arguments.keep_going, cancelled), &say));
         }
         drop(say);
         let told = words.into_iter().try_for_each(|decided| {
@@ -206,13 +206,13 @@ fn work(
     queue: &Queue,
     root: &RuntimeRoot,
     machines: &[MachineNote],
-    (keep_going, called_off): (bool, &AtomicBool),
+    (keep_going, cancelled): (bool, &AtomicBool),
     say: &Sender<Decided>,
 ) {
     while let Some(name) = queue.next() {
         let Some(machine) = machines.iter().find(|machine| machine.name == name) else { continue };
         let parked = park(root, machine);
-        if parked.is_err() && !keep_going || called_off.load(Ordering::Relaxed) {
+        if parked.is_err() && !keep_going || cancelled.load(Ordering::Relaxed) {
             queue.stop();
         }
         // A receiver that is gone has stopped the queue.

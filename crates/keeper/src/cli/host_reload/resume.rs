@@ -52,7 +52,7 @@ pub fn bring_back(
         match started.and_then(|keeper| await_running(&root, &machine.name, keeper, deadline)) {
             Ok(status) => {
                 let records = read_file(&root.machine(&machine.name)).unwrap_or_default();
-                found(machine, &status, told_since(&record.prepared_at, &records));
+                found(machine, &status, outcome_since(&record.prepared_at, &records));
             }
             Err(why) => machine.decide(Outcome::Down, Some(why)),
         }
@@ -78,11 +78,11 @@ pub fn give_back(fleet: &FleetLock) -> Result<(), CliError> {
 }
 
 /// Outcome for a guest: how long it was paused, or why it was lost.
-type Fate = Result<Option<f64>, String>;
+type GuestOutcome = Result<Option<f64>, String>;
 
 /// The fate that the machine's events show since it was prepared. A keeper that was replaced since no longer reports
 /// it.
-fn told_since(prepared_at: &str, records: &[EventRecord]) -> Option<Fate> {
+fn outcome_since(prepared_at: &str, records: &[EventRecord]) -> Option<GuestOutcome> {
     let prepared_ms = milliseconds_of(prepared_at)?;
     let since = records.iter().rev().take_while(|record| milliseconds_of(&record.time) >= Some(prepared_ms));
     since.map(|record| &record.event).find_map(|event| match event {
@@ -92,7 +92,7 @@ fn told_since(prepared_at: &str, records: &[EventRecord]) -> Option<Fate> {
     })
 }
 
-fn found(machine: &mut MachineNote, status: &MachineStatus, told: Option<Fate>) {
+fn found(machine: &mut MachineNote, status: &MachineStatus, told: Option<GuestOutcome>) {
     let said = status.unparked.as_ref().map(|unparked| unparked.lost.clone().map_or(Ok(unparked.stood_ms), Err));
     match said.or(told) {
         Some(Ok(stood_ms)) => {
@@ -201,9 +201,9 @@ mod tests {
             |stood_ms| EventKind::Unparked { generation: 2, version: "7.2.0".into(), stood_ms, duration_ms: 1.0 };
         let other = || EventKind::KeeperTookOver { qemu_pid: 1, generation: 2 };
         let earlier = record(1, unparked(100.0));
-        let check = |later: Vec<EventRecord>, expect: Option<Fate>| {
+        let check = |later: Vec<EventRecord>, expect: Option<GuestOutcome>| {
             let records: Vec<_> = std::iter::once(earlier.clone()).chain(later).collect();
-            assert_eq!(told_since("2026-03-01T12:00:05.000Z", &records), expect);
+            assert_eq!(outcome_since("2026-03-01T12:00:05.000Z", &records), expect);
         };
         check(vec![], None);
         check(vec![record(6, unparked(7.0)), record(7, other())], Some(Ok(Some(7.0))));

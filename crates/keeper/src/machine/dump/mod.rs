@@ -9,10 +9,10 @@
 //! compressor holds one piece of a chunk, and the writer one more. These pieces count in the budget; a chunk may be
 //! larger than the space left in it.
 
+mod dump_folder;
 mod pace;
 mod priority;
 mod progress;
-mod shelf;
 #[cfg(test)]
 mod tests;
 
@@ -26,17 +26,17 @@ use std::time::{Duration, Instant};
 
 use hearth_api::{DumpExcluded, DumpState, DumpStatus, EventKind};
 use hearth_memory::PAGE_BYTES;
-use hearth_recovery::crash_recovery::{Claim, Judgement, Phase, judge};
+use hearth_recovery::crash_recovery::{Assessment, Claim, Phase, judge};
 use hearth_recovery::vmcore::dump::{Dump, DumpError, Format, Plan, Written, incomplete_path};
 use hearth_recovery::vmcore::linux::ClassCounts;
 use hearth_recovery::vmcore::notes::Notes;
 use hearth_recovery::vmcore::{DeadRam, DumpLevel, Packed, PhysicalMemory, VmcoreFile};
 
-pub use pace::{Pace, Suffers};
+pub use dump_folder::DumpFolder;
+pub use pace::{Pace, SlowdownCheck};
 use priority::Compressors;
 pub use priority::GuestWaits;
 pub use progress::{Order, Progress};
-pub use shelf::Shelf;
 
 use super::work::TELL_EVERY;
 use crate::event::DumpMessage;
@@ -77,7 +77,7 @@ pub struct Task {
     /// A dump of one byte by QEMU, which holds the registers; or why there is none.
     pub registers: Result<Vec<u8>, String>,
     pub settings: Settings,
-    pub shelf: Shelf,
+    pub dump_folder: DumpFolder,
     pub pace: Pace,
     pub guest_waits: GuestWaits,
     /// Final name of the file.
@@ -171,7 +171,7 @@ struct GivenUp;
 #[derive(Debug, thiserror::Error)]
 enum Fault {
     #[error(transparent)]
-    Shelf(#[from] shelf::ShelfError),
+    DumpFolder(#[from] dump_folder::DumpFolderError),
     #[error(transparent)]
     Dump(#[from] DumpError),
     #[error("cannot start a compression thread")]
@@ -238,7 +238,7 @@ impl Work<'_> {
             return Ok(None);
         }
         let file = self.task.file.clone();
-        let resumed = self.insist(|_| match Dump::resume(&file) {
+        let resumed = self.retry(|_| match Dump::resume(&file) {
             // The keeper died before it had written the header: the file has no pages.
             Err(DumpError::NotOurs { .. }) => Ok(None),
             resumed => Ok(Some(resumed?)),
@@ -271,9 +271,9 @@ impl Work<'_> {
         self.progress.update(|status| (status.level, status.pages) = (level, pages));
         let (file, ram_pages) = (self.task.file.display().to_string(), self.task.memory.ram_pages());
         self.event(EventKind::DumpStarted { file, level, ram_pages, pages });
-        self.insist(|work| {
-            work.task.shelf.prepare()?;
-            work.task.shelf.must_hold(0)?;
+        self.retry(|work| {
+            work.task.dump_folder.prepare()?;
+            work.task.dump_folder.must_hold(0)?;
             Ok(Dump::create(&work.task.file, plan.clone(), work.task.settings.format)?)
         })
     }
@@ -308,7 +308,7 @@ impl Work<'_> {
         Notes::default()
     }
 
-    fn report(&self, judgement: &Judgement) {
+    fn report(&self, judgement: &Assessment) {
         judgement.warnings.iter().for_each(|warning| self.warn(warning.clone()));
         self.progress.update(|status| {
             status.panic = judgement.panic.clone();
@@ -349,7 +349,7 @@ impl Work<'_> {
                 let started = std::thread::Builder::new().name(name).spawn_scoped(scope, pack_all);
                 if let (Err(error), 0) = (started, number) {
                     // One compressor is needed; with fewer than configured the dump only takes longer.
-                    self.insist(|_| Err::<(), _>(Fault::Thread(io::Error::new(error.kind(), error.to_string()))))?;
+                    self.retry(|_| Err::<(), _>(Fault::Thread(io::Error::new(error.kind(), error.to_string()))))?;
                 }
             }
             drop(packed);
@@ -358,8 +358,8 @@ impl Work<'_> {
             while let Some(packed) = self.next_packed(&to_write, &compressors) {
                 let bytes = packed.bytes();
                 self.task.pace.wait(bytes, progress);
-                let written = self.insist(|work| {
-                    work.task.shelf.must_hold(bytes)?;
+                let written = self.retry(|work| {
+                    work.task.dump_folder.must_hold(bytes)?;
                     Ok(dump.write(&packed)?)
                 });
                 progress.buffers_shrink(bytes.min(packed.chunk().pages * PAGE_BYTES));
@@ -403,7 +403,7 @@ impl Work<'_> {
     fn finish(&mut self, dump: Dump) -> Result<(), GivenUp> {
         let file = self.task.file.clone();
         let mut dump = Some(dump);
-        let finished = self.insist(|_| {
+        let finished = self.retry(|_| {
             let dump = dump.take().map_or_else(|| Dump::resume(&file), Ok)?;
             Ok(dump.finish()?)
         })?;
@@ -413,7 +413,7 @@ impl Work<'_> {
 
     fn complete(&mut self, pages: u64, bytes: u64) {
         // Prune before the dump is reported as complete.
-        match self.task.shelf.prune() {
+        match self.task.dump_folder.prune() {
             Ok(old) => old.iter().for_each(|old| tracing::info!(file = %old.display(), "removed an old dump")),
             Err(error) => self.warn(format!("cannot remove old dumps: {error}")),
         }
@@ -424,7 +424,7 @@ impl Work<'_> {
     }
 
     /// Tries until it succeeds or the dump is given up. After each failure it waits for the operator's order.
-    fn insist<T>(&mut self, mut attempt: impl FnMut(&mut Self) -> Result<T, Fault>) -> Result<T, GivenUp> {
+    fn retry<T>(&mut self, mut attempt: impl FnMut(&mut Self) -> Result<T, Fault>) -> Result<T, GivenUp> {
         loop {
             if self.progress.is_given_up() {
                 return Err(GivenUp);

@@ -18,26 +18,31 @@ use crate::config::DiskTime;
 const LOOK_EVERY: Duration = Duration::from_millis(2);
 
 /// Tells whether the guest is slowed down now on a disk that the dump writes to.
-pub type Suffers = Box<dyn Fn() -> bool + Send>;
+pub type SlowdownCheck = Box<dyn Fn() -> bool + Send>;
 
 /// Decides when the next piece may be written.
 pub struct Pace {
     limiter: RateLimiter,
     /// The longest time that a piece is delayed for the guest.
     patience: Duration,
-    suffers: Suffers,
+    slowdown_check: SlowdownCheck,
     guest_waits: GuestWaits,
 }
 
 impl Pace {
-    pub fn new(mib_per_second: Option<u64>, policy: DiskTime, suffers: Suffers, guest_waits: GuestWaits) -> Self {
+    pub fn new(
+        mib_per_second: Option<u64>,
+        policy: DiskTime,
+        slowdown_check: SlowdownCheck,
+        guest_waits: GuestWaits,
+    ) -> Self {
         let limits = Limits { bytes_per_second: mib_per_second.map(|rate| rate << 20), operations_per_second: None };
         let patience = match policy {
             DiskTime::RecoveryFirst => Duration::from_secs(1),
             DiskTime::Balanced => Duration::from_millis(50),
             DiskTime::DumpFirst => Duration::ZERO,
         };
-        Self { limiter: RateLimiter::new(limits, Instant::now()), patience, suffers, guest_waits }
+        Self { limiter: RateLimiter::new(limits, Instant::now()), patience, slowdown_check, guest_waits }
     }
 
     /// Waits until this many bytes may be written, or the dump is given up.
@@ -49,7 +54,7 @@ impl Pace {
             progress.pause(wait);
         }
         let deadline = Instant::now() + self.patience;
-        while Instant::now() < deadline && (self.suffers)() && !(self.guest_waits)() && !progress.is_given_up() {
+        while Instant::now() < deadline && (self.slowdown_check)() && !(self.guest_waits)() && !progress.is_given_up() {
             progress.pause(LOOK_EVERY);
         }
     }

@@ -56,7 +56,7 @@ impl Dead {
                 piece_bytes: 1 << 20,
                 threads: 1,
             },
-            shelf: Shelf { folder, machine: "web".into(), keep_last: 1, min_free_bytes: 0 },
+            dump_folder: DumpFolder { folder, machine: "web".into(), keep_last: 1, min_free_bytes: 0 },
             pace: Pace::new(None, DiskTime::DumpFirst, Box::new(|| false), guest_waits.clone()),
             guest_waits,
             file,

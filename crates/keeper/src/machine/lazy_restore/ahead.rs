@@ -12,8 +12,8 @@ use hearth_recovery::snapshot::Snapshot;
 use hearth_recovery::snapshot::pages::PageReader;
 
 use super::super::generation::{Generation, Plan};
-use super::super::launch_job::Reins;
-use super::super::start::Doing;
+use super::super::launch_job::LaunchControl;
+use super::super::start::Activity;
 use super::super::work::{TELL_EVERY, Work};
 use super::RestoreFailure;
 use crate::drill::drill;
@@ -40,19 +40,19 @@ pub(super) struct Ahead {
     /// The machine's file.
     pub file: PathBuf,
     pub log: EventLog,
-    pub doing: Doing,
+    pub doing: Activity,
 }
 
 impl Ahead {
     /// Starts QEMU and prefetches memory at the same time: QEMU's start takes as long as reading a working set.
-    pub fn launch_and_prefetch(&self, plan: Plan, reins: &Reins) -> Result<Generation, RestoreFailure> {
+    pub fn launch_and_prefetch(&self, plan: Plan, control: &LaunchControl) -> Result<Generation, RestoreFailure> {
         let pages = ahead(&self.snapshot, self.mode);
         std::thread::scope(|scope| {
             let builder = std::thread::Builder::new().name(format!("prefetch-{}", self.machine));
-            let read = || pages.map_or(Ok(0), |pages| self.read(pages, reins));
+            let read = || pages.map_or(Ok(0), |pages| self.read(pages, control));
             let reader = builder.spawn_scoped(scope, read);
             let reader = reader.map_err(RestoreFailure::Thread)?;
-            let generation = plan.start(reins);
+            let generation = plan.start(control);
             let read = reader.join().expect("reading pages does not panic");
             if let Err(RestoreError::CalledOff) = read {
                 return Err(RestoreFailure::CalledOff { file: self.file.clone() });
@@ -71,7 +71,7 @@ impl Ahead {
     }
 
     /// Reads the pages, unless the start is given up. This may take as long as reading all of a guest's memory from the disk.
-    fn read(&self, pages: &PageReader, reins: &Reins) -> Result<u64, RestoreError> {
+    fn read(&self, pages: &PageReader, control: &LaunchControl) -> Result<u64, RestoreError> {
         let (began, mut told, mut done) = (Instant::now(), Duration::ZERO, 0);
         prefetch(pages, &self.ram, |chunk| {
             if chunk >= pages.chunks() / 2 {
@@ -83,7 +83,7 @@ impl Ahead {
                 self.tell(&Work::of(done, pages.pages().len() as u64, Some((took, 0))));
             }
             done += pages.pages_of(chunk).len() as u64;
-            !reins.are_given_up()
+            !control.is_given_up()
         })
     }
 

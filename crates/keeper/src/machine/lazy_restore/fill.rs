@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use hearth_recovery::lazy_restore::{Counts, LazyRam, Pace, Step};
 
-use super::Teller;
+use super::RestoreReporter;
 use crate::drill::drill;
 use crate::event::RestoreMessage;
 
@@ -12,7 +12,7 @@ use crate::event::RestoreMessage;
 const GIVE_WAY: Duration = Duration::from_micros(100);
 /// How long after the last page fault the fill stays slow and reads at most a chunk at a time: a guest that touches one
 /// page will touch others.
-const CALM_AFTER: Duration = Duration::from_millis(100);
+const IDLE_AFTER: Duration = Duration::from_millis(100);
 /// Bytes requested from the disk at once while the guest waits for nothing. They take 2 ms at 125 MiB/s, and a page
 /// fault may have to wait that long.
 const AHEAD_BYTES: u64 = 256 << 10;
@@ -20,7 +20,7 @@ const AHEAD_BYTES: u64 = 256 << 10;
 const FILL_AGAIN: Duration = Duration::from_millis(500);
 
 /// Fills until no page is missing, or it is told to stop.
-pub(super) fn fill(lazy: &LazyRam, teller: &Teller) {
+pub(super) fn fill(lazy: &LazyRam, teller: &RestoreReporter) {
     let began = Instant::now();
     let mut pace = Pace::begin(began.elapsed(), lazy.counts().prefetched > 0);
     loop {
@@ -40,10 +40,10 @@ pub(super) fn fill(lazy: &LazyRam, teller: &Teller) {
             while lazy.is_asked() && !lazy.is_stopped() {
                 std::thread::sleep(GIVE_WAY);
             }
-            let is_calm = lazy.calm_for() >= CALM_AFTER;
-            std::thread::sleep(pace.wait(began.elapsed(), bytes, is_calm));
+            let is_idle = lazy.idle_for() >= IDLE_AFTER;
+            std::thread::sleep(pace.wait(began.elapsed(), bytes, is_idle));
             read_from = Some(began.elapsed());
-            if is_calm { AHEAD_BYTES } else { 0 }
+            if is_idle { AHEAD_BYTES } else { 0 }
         };
         match lazy
             .fill(ahead_bytes)

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use hearth_recovery::lazy_restore::LazyRam;
 use rustix::process::{Pid, Signal, kill_process_group};
 
-use super::Teller;
+use super::RestoreReporter;
 use crate::event::RestoreMessage;
 
 /// How long to wait for bytes. QEMU closes a connection that nobody in the guest accepts sooner than this.
@@ -80,7 +80,7 @@ fn is_served(port: u16) -> bool {
     }
 }
 
-pub(super) fn note_first_touches(lazy: &LazyRam, trace: &Trace, teller: &Teller) {
+pub(super) fn note_first_touches(lazy: &LazyRam, trace: &Trace, teller: &RestoreReporter) {
     let deadline = Instant::now() + trace.window;
     let is_over = || Instant::now() >= deadline || lazy.is_stopped();
     while !is_over() && !trace.until.as_ref().is_some_and(|probe| probe.succeeds(is_over)) {

@@ -55,7 +55,7 @@ impl Decision {
     const CALLED_OFF: u8 = 2;
 
     /// Whether the guest is going on; false if it is too late for that.
-    pub fn call_off(&self) -> bool {
+    pub fn cancel(&self) -> bool {
         self.becomes(Self::CALLED_OFF)
     }
 
@@ -64,7 +64,7 @@ impl Decision {
         self.becomes(Self::PARKED)
     }
 
-    fn is_called_off(&self) -> bool {
+    fn is_cancelled(&self) -> bool {
         self.0.load(SeqCst) == Self::CALLED_OFF
     }
 
@@ -187,7 +187,7 @@ impl Progress<'_> {
         Failure: From<E>,
     {
         self.phase = phase;
-        if self.decision.is_called_off() {
+        if self.decision.is_cancelled() {
             return Err(Failure::CalledOff);
         }
         let result = work()?;
@@ -202,10 +202,10 @@ mod tests {
 
     #[test]
     fn park_is_decided_once() {
-        let called_off = Decision::default();
-        assert!(called_off.call_off() && called_off.call_off() && called_off.is_called_off());
-        assert!(!called_off.park());
+        let cancelled = Decision::default();
+        assert!(cancelled.cancel() && cancelled.cancel() && cancelled.is_cancelled());
+        assert!(!cancelled.park());
         let parked = Decision::default();
-        assert!(parked.park() && !parked.call_off() && !parked.is_called_off());
+        assert!(parked.park() && !parked.cancel() && !parked.is_cancelled());
     }
 }

@@ -32,7 +32,7 @@ impl Saving {
 
 impl Saves {
     /// The guest runs again, since then.
-    pub(in crate::machine) fn went_on(&mut self, at: Instant) {
+    pub(in crate::machine) fn note_resumed(&mut self, at: Instant) {
         if let Some(Saving { held, .. }) = &mut self.current
             && let Held::GoingOn(paused) = held
         {
@@ -43,7 +43,7 @@ impl Saves {
 
 impl Machine {
     pub(in crate::machine) fn cancel_save_on_request(&mut self) -> Result<(), ApiError> {
-        if self.saves.current.as_ref().is_none_or(Saving::is_called_off) {
+        if self.saves.current.as_ref().is_none_or(Saving::is_cancelled) {
             return Err(ApiError::new(ErrorWord::WrongState, "there is no save to cancel"));
         }
         self.cancel_save("cancelled by the operator");
@@ -52,8 +52,8 @@ impl Machine {
 
     /// Cancels the save, if there is one. It does not touch the guest any more.
     pub(in crate::machine) fn cancel_save(&mut self, why: &str) {
-        let Some(saving) = self.saves.current.as_mut().filter(|saving| !saving.is_called_off()) else { return };
-        saving.progress.call_off(why);
+        let Some(saving) = self.saves.current.as_mut().filter(|saving| !saving.is_cancelled()) else { return };
+        saving.progress.cancel(why);
         // It may be waiting for one.
         saving.cues.close();
         if saving.ends_within(CALL_OFF_PATIENCE) {
@@ -64,7 +64,7 @@ impl Machine {
         let (generation, held) = (saving.generation, matches!(saving.held, Held::Since(_)));
         tracing::warn!(why, "a cancelled save waits for its disk to finish writing");
         self.disks.stop_logging_writes();
-        self.translate_as_ever();
+        self.end_fresh_translation();
         self.continue_guest_of(generation, held);
     }
 
@@ -82,7 +82,7 @@ impl Machine {
         let Saving { folder, then, generation, held, progress, thread, .. } = saving;
         let written = thread.join().map_err(|_| "its thread panicked".to_owned());
         self.disks.stop_logging_writes();
-        self.translate_as_ever();
+        self.end_fresh_translation();
         let folder = folder.display().to_string();
         let lives = self.is_current(generation);
         let pause = match held {
@@ -105,7 +105,7 @@ impl Machine {
                 });
                 if then == SaveThen::Stop && lives {
                     self.context.journal.guest = GuestNote::Runs;
-                    return self.must_happen(Input::SavedToStop { now: Instant::now() });
+                    return self.apply_infallible(Input::SavedToStop { now: Instant::now() });
                 }
             }
             Err(why) => self.context.record(EventKind::SaveFailed { folder, why }),
@@ -119,26 +119,26 @@ impl Machine {
             return;
         }
         if held {
-            self.go_on_from_save();
+            self.resume_after_save();
         } else {
             self.thaw();
         }
     }
 
     /// Continues the guest if it is paused, and thaws its file systems.
-    pub(super) fn go_on_from_save(&mut self) {
+    pub(super) fn resume_after_save(&mut self) {
         if let Some(Saving { held, .. }) = &mut self.saves.current
             && let Held::Since(paused) = held
         {
             *held = Held::GoingOn(*paused);
         }
-        self.let_run_on("save");
+        self.resume_guest("save");
     }
 
     /// Continues a guest that a dead keeper left paused: for a save, which failed with that keeper, or at the end of a
     /// restore.
-    pub(in crate::machine) fn go_on_where_it_stood(&mut self, generation: &mut Generation) {
-        generation.set_deaf();
+    pub(in crate::machine) fn resume_paused_guest(&mut self, generation: &mut Generation) {
+        generation.set_stale();
         self.disks.wake(&self.context, generation);
     }
 }

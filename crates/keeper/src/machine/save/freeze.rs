@@ -16,7 +16,7 @@ use hearth_recovery::snapshot::save::SaveError;
 use super::super::Machine;
 use super::Tell;
 use super::progress::{Progress, Reporter};
-use super::task::{Cue, next};
+use super::task::{SaveCommand, next};
 use crate::drill::drill;
 use crate::event::SaveMessage;
 
@@ -36,7 +36,7 @@ impl Freezer {
     /// Freezes the file systems. The connection ends with this call: the thaw needs a connection of its own.
     pub fn freeze(
         &self,
-        cues: &Receiver<Cue>,
+        cues: &Receiver<SaveCommand>,
         progress: &Progress,
         tell: &Tell,
         reporter: &Reporter<'_>,
@@ -79,7 +79,7 @@ impl Machine {
         self.saves.note_frozen(&mut self.context);
         self.context.save_journal();
         if let Some(saving) = &self.saves.current {
-            saving.cues.give(Cue::Noted);
+            saving.cues.give(SaveCommand::Noted);
         }
     }
 

@@ -14,21 +14,21 @@ use hearth_recovery::snapshot::{DiskPart, Manifest, Part, RamPart, SNAPSHOT_VERS
 use super::super::Context;
 use super::super::disks::{Connections, Disks, write_through};
 use super::super::generation::Generation;
-use super::task::{CopyWay, Cue, ImageCopy, Moment};
+use super::task::{CopyWay, ImageCopy, PausedState, SaveCommand};
 use super::{STATE_PATIENCE, Saving, Target, Tell};
 use crate::config::{Config, ConfigFile};
 use crate::event::SaveMessage;
 
 /// The way to the thread of a save. Clones share it. A save that is called off hears no more.
 #[derive(Clone)]
-pub struct Cues(Arc<Mutex<Option<Sender<Cue>>>>);
+pub struct SaveCommands(Arc<Mutex<Option<Sender<SaveCommand>>>>);
 
-impl Cues {
-    pub fn new(cues: Sender<Cue>) -> Self {
+impl SaveCommands {
+    pub fn new(cues: Sender<SaveCommand>) -> Self {
         Self(Arc::new(Mutex::new(Some(cues))))
     }
 
-    pub fn give(&self, cue: Cue) {
+    pub fn give(&self, cue: SaveCommand) {
         if let Some(cues) = &*self.cues() {
             // A thread that is gone has said why.
             let _ = cues.send(cue);
@@ -44,14 +44,14 @@ impl Cues {
         self.cues().is_none()
     }
 
-    fn cues(&self) -> MutexGuard<'_, Option<Sender<Cue>>> {
+    fn cues(&self) -> MutexGuard<'_, Option<Sender<SaveCommand>>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 /// What is needed of the machine to take the moment.
 pub struct Hold {
-    cues: Cues,
+    cues: SaveCommands,
     targets: Vec<Target>,
     disks: Vec<Observer>,
     config: Config,
@@ -75,7 +75,7 @@ impl Hold {
     }
 
     /// The guest stands still afterwards, or may. The error is for the operator.
-    pub fn take_moment(self, qmp: &Qmp, tell: &Tell) -> Result<(), String> {
+    pub fn capture_paused_state(self, qmp: &Qmp, tell: &Tell) -> Result<(), String> {
         let failed = |error: &dyn std::error::Error| crate::chain(error);
         let connected = Connections::now(&self.disks);
         state::prepare(qmp, STATE_PATIENCE).map_err(|error| failed(&error))?;
@@ -84,7 +84,7 @@ impl Hold {
         }
         tell.say(SaveMessage::Stands(Instant::now()));
         qmp.pause().map_err(|error| failed(&error))?;
-        self.cues.give(Cue::Held);
+        self.cues.give(SaveCommand::Held);
         if self.cues.are_closed() {
             return Ok(());
         }
@@ -93,11 +93,11 @@ impl Hold {
             return Err("a disk lost its connection to QEMU meanwhile; try again".to_owned());
         }
         let cues = self.cues.clone();
-        cues.give(Cue::Moment(Box::new(self.moment(state)?)));
+        cues.give(SaveCommand::PausedState(Box::new(self.moment(state)?)));
         Ok(())
     }
 
-    fn moment(self, state: Vec<u8>) -> Result<Moment, String> {
+    fn moment(self, state: Vec<u8>) -> Result<PausedState, String> {
         let Self { targets, disks, config, typed, identity, frozen, .. } = self;
         let parts = targets.iter().map(|target| {
             let (name, format) = (target.disk.clone(), target.format.to_owned());
@@ -107,7 +107,7 @@ impl Hold {
         let write_through = write_through(&disks);
         let images = targets.into_iter().map(|target| copy_image(target, &disks)).collect::<Result<_, _>>()?;
         let nothing = || Part { bytes: 0, blake3: String::new() };
-        Ok(Moment {
+        Ok(PausedState {
             machine: typed.for_snapshot(&config, &identity.accelerator).to_text(),
             state,
             manifest: Manifest {

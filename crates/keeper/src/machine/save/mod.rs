@@ -46,9 +46,9 @@ use super::{Context, Life, Machine};
 use crate::config::{Config, DiskConfig};
 use crate::event::{Event, SaveMessage};
 use crate::object_store::{self, Staging, is_address};
-use hold::{Cues, Hold};
+use hold::{Hold, SaveCommands};
 use progress::Progress;
-use task::{Sight, Task, Written};
+use task::{AccessTracking, Task, Written};
 use upload::Upload;
 
 /// How long to wait for QEMU's state. It takes 20 ms; on a host that swaps it may take a second.
@@ -89,7 +89,7 @@ pub struct Saving {
     targets: Vec<Target>,
     held: Held,
     progress: Arc<Progress>,
-    cues: Cues,
+    cues: SaveCommands,
     thread: JoinHandle<Result<Written, SaveError>>,
 }
 
@@ -116,7 +116,7 @@ impl Saving {
         self.progress.status()
     }
 
-    fn is_called_off(&self) -> bool {
+    fn is_cancelled(&self) -> bool {
         self.cues.are_closed()
     }
 }
@@ -165,12 +165,17 @@ impl Disks {
         watched.inspect_err(|_| self.stop_logging_writes())
     }
 
-    pub(super) fn begin_scan(&self, life: &Life, plan: ScanRequest, log: Arc<WriteLog>) -> Result<Sight, ApiError> {
+    pub(super) fn begin_scan(
+        &self,
+        life: &Life,
+        plan: ScanRequest,
+        log: Arc<WriteLog>,
+    ) -> Result<AccessTracking, ApiError> {
         let begin =
             |userfault| AccessScan::begin(userfault, &life.incarnation.ram, log).map_err(|error| crate::chain(&error));
         let begun = life.generation.userfault().map_err(str::to_owned).and_then(begin);
         let plan = ScanPlan { period: Duration::from_millis(plan.period_ms), rounds: plan.rounds };
-        begun.map(|scan| Sight::Uses(scan, plan)).map_err(|why| {
+        begun.map(|scan| AccessTracking::Uses(scan, plan)).map_err(|why| {
             self.stop_logging_writes();
             let hint = "save without --scan; `hearth rehearse` can record a working set later";
             ApiError::new(ErrorWord::WrongState, format!("cannot scan which pages the guest uses: {why}")).hint(hint)
@@ -209,8 +214,8 @@ impl Machine {
         let (sight, held_why) = match (request.scan, log) {
             (Some(plan), log) => (self.disks.begin_scan(life, plan, log)?, None),
             (None, log) => match self.disks.watch_writers(life, log) {
-                Ok(writers) => (Sight::Writes(writers), None),
-                Err(why) => (Sight::Nothing, Some(why)),
+                Ok(writers) => (AccessTracking::Writes(writers), None),
+                Err(why) => (AccessTracking::Nothing, Some(why)),
             },
         };
         let folder = request.folder.display().to_string();
@@ -259,33 +264,33 @@ impl Machine {
             targets,
             held,
             progress,
-            cues: Cues::new(cues),
+            cues: SaveCommands::new(cues),
             thread,
         });
         self.context.record(EventKind::SaveStarted { folder, held_why });
         Ok(())
     }
 
-    pub(super) fn save_says(&mut self, number: u64, message: SaveMessage) {
+    pub(super) fn handle_save(&mut self, number: u64, message: SaveMessage) {
         if self.saves.current.as_ref().is_none_or(|saving| saving.number != number) {
             return;
         }
-        let is_called_off = self.saves.current.as_ref().is_some_and(Saving::is_called_off);
+        let is_cancelled = self.saves.current.as_ref().is_some_and(Saving::is_cancelled);
         match message {
             SaveMessage::Over => self.conclude_save(),
             SaveMessage::Event(event) => self.context.record(event),
-            _ if is_called_off => {}
+            _ if is_cancelled => {}
             SaveMessage::Scanning => {
-                self.translate_anew();
+                self.set_fresh_translation();
                 self.announce_as_restored();
             }
             SaveMessage::Scanned(event) => {
-                self.translate_as_ever();
+                self.end_fresh_translation();
                 self.context.record(event);
             }
             SaveMessage::Freezing => self.note_freezing(),
             SaveMessage::Frozen(event) => self.frozen(event),
-            SaveMessage::Settled => self.hold_for_save(),
+            SaveMessage::Settled => self.pause_for_save(),
             SaveMessage::Stands(at) => {
                 if let Some(Saving { held: Held::Since(since), .. }) = &mut self.saves.current {
                     *since = at;
@@ -296,7 +301,7 @@ impl Machine {
             SaveMessage::Taken => {
                 self.disks.stop_logging_writes();
                 if self.saves.current.as_ref().is_some_and(|saving| saving.then == SaveThen::Continue) {
-                    self.go_on_from_save();
+                    self.resume_after_save();
                 }
             }
         }
@@ -304,14 +309,14 @@ impl Machine {
 
     /// Makes QEMU translate emulated code again: code that is already translated is not read again, so a scan would
     /// miss it.
-    fn translate_anew(&mut self) {
+    fn set_fresh_translation(&mut self) {
         let Some(generation) = self.state.guest().map(|life| &life.generation) else { return };
         if generation.identity().accelerator != Accelerator::Tcg.name() {
             return;
         }
         self.context.journal.guest = GuestNote::Scanned;
         self.context.save_journal();
-        let told = self.state.guest().map(|life| life.generation.qmp.translate_anew(true));
+        let told = self.state.guest().map(|life| life.generation.qmp.set_fresh_translation(true));
         if let Some(Err(error)) = told {
             tracing::warn!(%error, "the scan misses code that QEMU translated earlier");
         }
@@ -325,13 +330,13 @@ impl Machine {
         }
     }
 
-    /// Ends the mode set by `translate_anew`, if it is on.
-    pub(super) fn translate_as_ever(&mut self) {
+    /// Ends the mode set by `set_fresh_translation`, if it is on.
+    pub(super) fn end_fresh_translation(&mut self) {
         if self.context.journal.guest != GuestNote::Scanned {
             return;
         }
         self.context.journal.guest = GuestNote::Runs;
-        let told = self.state.guest().map(|life| life.generation.qmp.translate_anew(false));
+        let told = self.state.guest().map(|life| life.generation.qmp.set_fresh_translation(false));
         if let Some(Err(error)) = told {
             tracing::warn!(%error, "cannot restore QEMU's translation mode; the guest runs slower until the next QEMU");
         }
@@ -349,7 +354,7 @@ impl Machine {
     }
 
     /// QEMU's thread holds the guest still, and takes what is to be of that moment.
-    fn hold_for_save(&mut self) {
+    fn pause_for_save(&mut self) {
         if !self.may_go_on_saving() {
             return;
         }
@@ -365,11 +370,11 @@ impl Machine {
         let tell = Tell { tell, number: saving.number };
         let hold = Hold::begin(&self.context, &self.disks, &life.generation, saving);
         let told = life.generation.tell(move |qmp| {
-            let held = hold.take_moment(qmp, &tell);
+            let held = hold.capture_paused_state(qmp, &tell);
             tell.say(SaveMessage::Held(held));
         });
         let why = "the guest is being saved; `hearth save --cancel` cancels the save".to_owned();
-        self.must_happen(Input::Paused { why: Some(why) });
+        self.apply_infallible(Input::Paused { why: Some(why) });
         if let Err(error) = told {
             self.cancel_save(&format!("cannot start a thread: {error}"));
         }

@@ -30,7 +30,7 @@ pub struct Progress {
     disk_bytes_done: AtomicU64,
     upload: Upload,
     /// Why the save was called off.
-    called_off: OnceLock<String>,
+    cancelled: OnceLock<String>,
     /// One of the save's threads has failed, and reports the reason itself.
     abandoned: AtomicBool,
     /// Time of the last progress event.
@@ -68,7 +68,7 @@ impl Progress {
                 bytes_done: AtomicU64::new(0),
                 arriving: OnceLock::new(),
             },
-            called_off: OnceLock::new(),
+            cancelled: OnceLock::new(),
             abandoned: AtomicBool::new(false),
             told: Mutex::new(Instant::now()),
         }
@@ -109,13 +109,13 @@ impl Progress {
         self.abandoned.store(true, Relaxed);
     }
 
-    pub fn call_off(&self, why: &str) {
+    pub fn cancel(&self, why: &str) {
         // The first reason stays.
-        let _ = self.called_off.set(why.to_owned());
+        let _ = self.cancelled.set(why.to_owned());
     }
 
     pub fn must_go_on(&self) -> Result<(), SaveError> {
-        if let Some(why) = self.called_off.get() {
+        if let Some(why) = self.cancelled.get() {
             return Err(SaveError::CalledOff { why: why.clone() });
         }
         if self.abandoned.load(Relaxed) { Err(SaveError::Abandoned) } else { Ok(()) }
@@ -235,7 +235,7 @@ mod tests {
         progress.must_go_on().unwrap();
         progress.abandon();
         assert!(matches!(progress.must_go_on(), Err(SaveError::Abandoned)));
-        progress.call_off("a test");
+        progress.cancel("a test");
         assert!(matches!(progress.must_go_on(), Err(SaveError::CalledOff { .. })));
     }
 }

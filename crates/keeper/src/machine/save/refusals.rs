@@ -28,7 +28,7 @@ impl Machine {
                 "only a machine without [[nvram]] can be saved",
             );
         }
-        if self.saves.current.as_ref().is_some_and(Saving::is_called_off) {
+        if self.saves.current.as_ref().is_some_and(Saving::is_cancelled) {
             let why = "cannot save: a cancelled save still waits for its disk to finish writing";
             return refuse(why, "`hearth status` shows it until it has ended; check the disk it was writing to");
         }

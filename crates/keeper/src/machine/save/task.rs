@@ -26,20 +26,20 @@ use hearth_recovery::snapshot::{Draft, Manifest, RamPart};
 use super::Tell;
 use super::freeze::Freezer;
 use super::progress::{Progress, Reporter};
-use super::upload::{Orders, Upload, Whole};
+use super::upload::{CompleteSnapshot, Orders, Upload};
 use crate::event::SaveMessage;
 
 /// Message from the loop to the thread.
-pub enum Cue {
+pub enum SaveCommand {
     /// The journal says that file systems may be frozen.
     Noted,
     /// The guest is paused.
     Held,
-    Moment(Box<Moment>),
+    PausedState(Box<PausedState>),
 }
 
 /// The paused guest without its memory: what the snapshot shows.
-pub struct Moment {
+pub struct PausedState {
     pub machine: String,
     pub state: Vec<u8>,
     /// Manifest without the parts that still have to be written.
@@ -66,13 +66,13 @@ const LOOK_EVERY: Duration = Duration::from_micros(500);
 pub struct Task {
     pub draft: Draft,
     pub ram: Arc<RamFile>,
-    pub sight: Sight,
+    pub sight: AccessTracking,
     pub compress: bool,
     /// Freezes the guest's file systems, if requested.
     pub freezer: Option<Freezer>,
     /// Ledger that says which pages may be blocks of disks. Such pages are stored as the block's location.
     pub dedup: Option<Arc<Mutex<Ledger>>>,
-    pub cues: Receiver<Cue>,
+    pub cues: Receiver<SaveCommand>,
     pub progress: Arc<Progress>,
     pub tell: Tell,
     /// Load of the guest's disks.
@@ -82,7 +82,7 @@ pub struct Task {
 }
 
 /// How accesses to the guest's memory are observed.
-pub enum Sight {
+pub enum AccessTracking {
     /// First all accesses, then writes.
     Uses(AccessScan, ScanPlan),
     Writes(Writers),
@@ -90,7 +90,7 @@ pub enum Sight {
     Nothing,
 }
 
-impl Sight {
+impl AccessTracking {
     /// Scans, if requested. Returns the pages that were used, and the watch on writes from now on, if writes can be
     /// watched.
     fn scan(self, tell: &Tell, reporter: &Reporter<'_>) -> Result<(Option<Used>, Option<Writers>), SaveError> {
@@ -126,7 +126,7 @@ impl Task {
     pub fn run(mut self) -> Result<Written, SaveError> {
         match self.upload.take() {
             None => {
-                let Whole { written, manifest, draft } = self.write(&Orders::to_nobody())?;
+                let CompleteSnapshot { written, manifest, draft } = self.write(&Orders::to_nobody())?;
                 draft.finish(&manifest)?;
                 Ok(written)
             }
@@ -137,7 +137,7 @@ impl Task {
         }
     }
 
-    fn write(self, orders: &Orders) -> Result<Whole, SaveError> {
+    fn write(self, orders: &Orders) -> Result<CompleteSnapshot, SaveError> {
         let Self { upload: _, mut draft, ram, sight, compress, freezer, dedup, cues, progress, tell, disks } = self;
         let mut reporter = Reporter::new(&progress, &tell);
         if let Some(freezer) = &freezer {
@@ -184,7 +184,7 @@ impl Task {
         orders.give(Order::GoOn);
         drop(writers);
         let candidates = dedup.map(|ledger| candidates(&ledger));
-        let Moment { machine, state, mut manifest, images } = *moment;
+        let PausedState { machine, state, mut manifest, images } = *moment;
         // Images first: the guest's own writes have to wait for them.
         for (image, part) in images.into_iter().zip(&mut manifest.disks) {
             part.bytes = image.complete(&disks, &mut reporter)?;
@@ -215,17 +215,17 @@ impl Task {
             draft.write_working_set(&used, &manifest.disks)?;
         }
         progress.must_go_on()?;
-        Ok(Whole { written: Written { ram: sealed, approach, pages_held, pages_on_disks }, manifest, draft })
+        Ok(CompleteSnapshot { written: Written { ram: sealed, approach, pages_held, pages_on_disks }, manifest, draft })
     }
 }
 
 /// Waits for the loop's next cue. The loop drops its end of the channel when it cancels the save.
-pub fn next(cues: &Receiver<Cue>, progress: &Progress) -> Result<Option<Box<Moment>>, SaveError> {
+pub fn next(cues: &Receiver<SaveCommand>, progress: &Progress) -> Result<Option<Box<PausedState>>, SaveError> {
     let cue = cues.recv();
     progress.must_go_on()?;
     match cue {
-        Ok(Cue::Noted | Cue::Held) => Ok(None),
-        Ok(Cue::Moment(moment)) => Ok(Some(moment)),
+        Ok(SaveCommand::Noted | SaveCommand::Held) => Ok(None),
+        Ok(SaveCommand::PausedState(moment)) => Ok(Some(moment)),
         Err(_) => Err(SaveError::Abandoned),
     }
 }

@@ -23,7 +23,7 @@ pub struct Upload {
 }
 
 /// A snapshot in a folder, complete except for its manifest.
-pub struct Whole {
+pub struct CompleteSnapshot {
     pub written: Written,
     pub manifest: Manifest,
     pub draft: Draft,
@@ -60,7 +60,7 @@ impl Upload {
         progress: &Progress,
         tell: &Tell,
         keeps_disks: bool,
-        write: impl FnOnce(&Orders) -> Result<Whole, SaveError>,
+        write: impl FnOnce(&Orders) -> Result<CompleteSnapshot, SaveError>,
     ) -> Result<Written, SaveError> {
         must_be_free(&self.store)?;
         let Self { staging, store, machine, expected } = &self;

@@ -110,7 +110,7 @@ impl<G> Running<G> {
                 return (State::Stopped, vec![Action::LeaveParked { guest: self.guest, event }]);
             }
             Input::Launches { launch, .. } => actions.push(Action::GiveUpLaunch { launch }),
-            Input::Runs { .. } | Input::Launched | Input::StartFails { .. } | Input::Buried { .. } => {}
+            Input::Runs { .. } | Input::Launched | Input::StartFails { .. } | Input::LifeOver { .. } => {}
             Input::DumpsOver | Input::Fails => {}
         }
         (State::Running(self), actions)
@@ -175,11 +175,11 @@ impl<G> Running<G> {
         let told_to_stop = order == Some(OrderNote::Stop);
         let went_off = cause == EndCause::GuestShutdown && order.is_none();
         if told_to_stop || went_off || rehearses {
-            let actions = vec![Action::BuryLast { guest, how, cause }, Action::WaitForDumps];
+            let actions = vec![Action::EndLastLife { guest, how, cause }, Action::WaitForDumps];
             return (State::Dumping { told_to_stop }, actions);
         }
         let cold = order == Some(OrderNote::Reboot { cold: true });
-        (State::Recovering(Recovering::after(order)), vec![Action::Bury { guest, how, cause, cold }])
+        (State::Recovering(Recovering::after(order)), vec![Action::EndLife { guest, how, cause, cold }])
     }
 }
 
@@ -200,7 +200,7 @@ impl<L> Recovering<L> {
         let actions = match input {
             Input::Reboot { cold, now, .. } => self.obey(OrderNote::Reboot { cold }, now),
             Input::Stop { now, .. } | Input::Terminate { now } => self.obey(OrderNote::Stop, now),
-            Input::Buried { back_off } if self.back_off.is_none() => self.follow(back_off),
+            Input::LifeOver { back_off } if self.back_off.is_none() => self.follow(back_off),
             Input::Launches { launch, .. } if self.back_off.is_none() => {
                 self.launch = Some(launch);
                 vec![]

@@ -71,8 +71,8 @@ const TABLE: &str = "
     running                 | crashes to pause                                    | paused, guest panicked; note idle disks
     running                 | watchdog resets                                     | running, guest stopped feeding its watchdog
     running                 | misbehaves                                          | running, QEMU died; kill QEMU
-    running                 | ended                                               | recovering; bury after: QEMU died
-    running                 | rehearsal ended                                     | dumping; bury last after: QEMU died, wait for dumps
+    running                 | ended                                               | recovering; end life: QEMU died
+    running                 | rehearsal ended                                     | dumping; end last life: QEMU died, wait for dumps
 
     ending | reboot                         | running, reboot within 60 s, guest powered off; press power button, note reboot
     ending | cold reboot                    | running, cold reboot within 60 s, guest powered off; press power button, note cold reboot
@@ -89,8 +89,8 @@ const TABLE: &str = "
     ending | crashes to dump                | paused, guest panicked; note idle disks, dump it
     ending | crashes to pause               | paused, guest panicked; note idle disks
     ending | watchdog resets                | running, guest stopped feeding its watchdog
-    ending | ended                          | dumping; bury last after: guest powered off, wait for dumps
-    ending | rehearsal ended                | dumping; bury last after: guest powered off, wait for dumps
+    ending | ended                          | dumping; end last life: guest powered off, wait for dumps
+    ending | rehearsal ended                | dumping; end last life: guest powered off, wait for dumps
 
     paused | reboot, forced reboot       | paused, reboot at 0 s; note reboot
     paused | cold reboot                 | paused, cold reboot at 0 s; note cold reboot
@@ -107,8 +107,8 @@ const TABLE: &str = "
     paused | crashes to pause            | paused, guest panicked; note idle disks
     paused | watchdog resets             | paused, guest stopped feeding its watchdog
     paused | misbehaves                  | paused, QEMU died; kill QEMU
-    paused | ended                       | recovering; bury after: QEMU died
-    paused | rehearsal ended             | dumping; bury last after: QEMU died, wait for dumps
+    paused | ended                       | recovering; end life: QEMU died
+    paused | rehearsal ended             | dumping; end last life: QEMU died, wait for dumps
 
     rebooting, stopping | runs, recovery's, dumps over, too early, continued | same
 
@@ -129,8 +129,8 @@ const TABLE: &str = "
     rebooting           | watchdog resets                                    | running, reboot within 30 s, guest stopped feeding its watchdog
     rebooting           | misbehaves                                         | running, reboot within 30 s, QEMU died; kill QEMU
     rebooting           | time is up                                         | running, reboot at 160 s, reboot was ordered; tell power cut, kill QEMU
-    rebooting           | ended                                              | recovering, reboot; bury after: QEMU died
-    rebooting           | rehearsal ended                                    | dumping; bury last after: QEMU died, wait for dumps
+    rebooting           | ended                                              | recovering, reboot; end life: QEMU died
+    rebooting           | rehearsal ended                                    | dumping; end last life: QEMU died, wait for dumps
 
     stopping | reboot, cold reboot, forced reboot | same; refuse
     stopping | stop                               | running, stop within 60 s; press power button, note stop
@@ -147,7 +147,7 @@ const TABLE: &str = "
     stopping | watchdog resets                    | running, stop within 30 s, guest stopped feeding its watchdog
     stopping | misbehaves                         | running, stop within 30 s, QEMU died; kill QEMU
     stopping | time is up                         | running, stop at 160 s, stop was ordered; tell power cut, kill QEMU
-    stopping | ended, rehearsal ended             | dumping, told to stop; bury last after: QEMU died, wait for dumps
+    stopping | ended, rehearsal ended             | dumping, told to stop; end last life: QEMU died, wait for dumps
 
     harvesting | reboot                                          | running, reboot within 60 s, guest panicked, harvested; press power button, note reboot
     harvesting | cold reboot                                     | running, cold reboot within 60 s, guest panicked, harvested; press power button, note cold reboot
@@ -164,8 +164,8 @@ const TABLE: &str = "
     harvesting | crashes to dump                                 | paused, guest panicked, harvested; note idle disks, dump it
     harvesting | crashes to pause                                | paused, guest panicked, harvested; note idle disks
     harvesting | watchdog resets                                 | running, guest stopped feeding its watchdog, harvested
-    harvesting | ended                                           | recovering; bury after: guest panicked
-    harvesting | rehearsal ended                                 | dumping; bury last after: guest panicked, wait for dumps
+    harvesting | ended                                           | recovering; end life: guest panicked
+    harvesting | rehearsal ended                                 | dumping; end last life: guest panicked, wait for dumps
     harvesting | runs, recovery's, dumps over, too early, time is up | same
 
     running, ending, paused, rebooting, stopping, harvesting | harvested | same; kill QEMU
@@ -176,12 +176,12 @@ const TABLE: &str = "
     recovering, rebooted, retrying | launched                                   | same
     recovering, retrying           | launches, launches with a guest | recovering, launching
     rebooted                       | launches, launches with a guest | recovering, reboot, launching
-    recovering                     | buried                                     | recovering; start next
-    recovering                     | buried in a loop                           | recovering, until 10 s; tell crash loop
-    rebooted                       | buried, buried in a loop                   | recovering; start next
+    recovering                     | life over                                  | recovering; start next
+    recovering                     | life over in a loop                        | recovering, until 10 s; tell crash loop
+    rebooted                       | life over, life over in a loop             | recovering; start next
     recovering                     | start fails                                | recovering, until 10 s; wait to start, told
-    retrying                       | buried                                     | recovering; start next
-    retrying                       | buried in a loop                           | recovering, until 10 s; tell crash loop
+    retrying                       | life over                                  | recovering; start next
+    retrying                       | life over in a loop                        | recovering, until 10 s; tell crash loop
     retrying                       | start fails                                | recovering, until 10 s; wait to start
     rebooted                       | start fails                                | recovering, reboot, until 10 s; wait to start, told
 
@@ -229,7 +229,7 @@ const GROUPS: [(&str, &str); 3] = [
         "reboot found, stop found, paused, continued, saved to stop, shuts down, crashes to dump and recover, \
          crashes to recover, crashes to dump, crashes to pause, harvested, watchdog resets, misbehaves, ended, rehearsal ended, parked",
     ),
-    ("recovery's", "start fails, buried, buried in a loop"),
+    ("recovery's", "start fails, life over, life over in a loop"),
 ];
 
 /// Stands for the guest and its QEMU.
@@ -327,8 +327,8 @@ fn inputs(now: Instant) -> Vec<(&'static str, Input<Guest, Launch>)> {
         ("misbehaves", Input::Misbehaves),
         ("ended", ended(false)),
         ("rehearsal ended", ended(true)),
-        ("buried", Input::Buried { back_off: None }),
-        ("buried in a loop", Input::Buried { back_off: Some(back_off(now, 10)) }),
+        ("life over", Input::LifeOver { back_off: None }),
+        ("life over in a loop", Input::LifeOver { back_off: Some(back_off(now, 10)) }),
         ("too early", Input::TimeUp { now }),
         ("time is up", Input::TimeUp { now: now + Duration::from_secs(100) }),
         ("dumps over", Input::DumpsOver),
@@ -393,10 +393,10 @@ fn name(action: &Action<Guest, Launch>) -> String {
         Action::Harvest => "harvest".to_owned(),
         Action::NoteIdleDisks => "note idle disks".to_owned(),
         Action::DumpLiving => "dump it".to_owned(),
-        Action::Bury { cause, cold, .. } => {
-            format!("bury {}after: {}", if *cold { "cold " } else { "" }, cause.words())
+        Action::EndLife { cause, cold, .. } => {
+            format!("end life{}: {}", if *cold { " cold" } else { "" }, cause.words())
         }
-        Action::BuryLast { cause, .. } => format!("bury last after: {}", cause.words()),
+        Action::EndLastLife { cause, .. } => format!("end last life: {}", cause.words()),
         Action::TellCrashLoop { .. } => "tell crash loop".to_owned(),
         Action::WaitToStart { tell, .. } => if *tell { "wait to start, told" } else { "wait to start" }.to_owned(),
         Action::EndBackOff { .. } => "end back-off".to_owned(),
@@ -485,7 +485,7 @@ fn api_shows_one_word_for_each_state() {
     assert_eq!(shown, HashMap::from(expect));
 }
 
-/// The machine relies on this where an error could not be reported (`Machine::must_happen`).
+/// The machine relies on this where an error could not be reported (`Machine::apply_infallible`).
 #[test]
 fn orders_lead_to_nothing_that_can_fail() {
     let start = Instant::now();
@@ -495,11 +495,11 @@ fn orders_lead_to_nothing_that_can_fail() {
         for (input_name, input) in inputs(start).into_iter().filter(|(name, _)| certain.contains(name)) {
             let (state_name, state) = states(start).swap_remove(number);
             let can_fail = |action: &Action<Guest, Launch>| {
-                use Action::{Bury, BuryLast, CleanUp, Harvest, LeaveParked, LetRun, StartNext, WaitForDumps};
+                use Action::{CleanUp, EndLastLife, EndLife, Harvest, LeaveParked, LetRun, StartNext, WaitForDumps};
                 matches!(
                     action,
-                    Bury { .. }
-                        | BuryLast { .. }
+                    EndLife { .. }
+                        | EndLastLife { .. }
                         | CleanUp
                         | Harvest
                         | LeaveParked { .. }

@@ -119,7 +119,7 @@ fn readers_wait_until_the_store_is_back() {
     let stand = Stand::new();
     let arriving = stand.expected();
     stand.server.set_wire(Wire::Failing);
-    arriving.arrival.set_conduct(Conduct::Wait);
+    arriving.arrival.set_miss_policy(MissPolicy::Wait);
     let (tell, told) = mpsc::channel();
     let bring = |arriving: &ArrivingDisk| {
         let tell = tell.clone();
@@ -147,7 +147,7 @@ fn read_blocks_come_first_the_rest_when_idle() {
     let arriving = stand.expected();
     let memory = std::iter::from_fn(|| arriving.far.scheduler.try_take(Urgency::Memory));
     let memory: Vec<_> = memory.collect();
-    arriving.arrival.set_conduct(Conduct::Wait);
+    arriving.arrival.set_miss_policy(MissPolicy::Wait);
     let before = stand.server.asked().len();
     let asked = thread::scope(|scope| {
         let bringing = [(); 2].map(|()| scope.spawn(|| arriving.bring(|_| {})));
@@ -178,7 +178,7 @@ fn replaced_object_is_refused_and_never_mixed() {
     let check = |replaced: &[u8], expect: &str| {
         fs::write(&object, replaced).unwrap();
         let arriving = stand.reopened();
-        arriving.arrival.set_conduct(Conduct::Urge);
+        arriving.arrival.set_miss_policy(MissPolicy::Urge);
         thread::scope(|scope| {
             let reader = scope.spawn(|| arriving.arrival.wait(5 * UNIT_BYTES..5 * UNIT_BYTES + 1));
             scope.spawn(|| arriving.bring(|_| {}));

@@ -4,7 +4,7 @@ use hearth_memory::PAGE_BYTES;
 
 use super::super::bitmap::Bitmap;
 use super::super::bytes::ReadAt;
-use super::super::file::{PageError, Survey};
+use super::super::file::{PageCounts, PageError};
 use super::trailer::Trailer;
 use super::{ElfError, Headers};
 
@@ -50,7 +50,7 @@ impl ElfReader {
     }
 
     /// Counts the pages of all segments.
-    pub fn survey(&self) -> Survey {
+    pub fn survey(&self) -> PageCounts {
         let pages: u64 = self.headers.loads.iter().map(|load| load.pfns().end - load.pfns().start).sum();
         let cut_off = |load: &super::Load| {
             let there = self.file_bytes.saturating_sub(load.offset).min(load.bytes);
@@ -60,7 +60,7 @@ impl ElfReader {
             Some(written) => pages.saturating_sub(written.count()),
             None => self.headers.loads.iter().map(cut_off).sum(),
         };
-        Survey { pages, missing, zero: 0, stored_bytes: pages.saturating_sub(missing) * PAGE_BYTES }
+        PageCounts { pages, missing, zero: 0, stored_bytes: pages.saturating_sub(missing) * PAGE_BYTES }
     }
 }
 

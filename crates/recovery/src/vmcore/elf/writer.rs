@@ -7,7 +7,7 @@ use hearth_memory::PAGE_BYTES;
 
 use super::super::bitmap::Bitmap;
 use super::super::chunk::{Packed, PackedPage};
-use super::super::dump::{Form, Plan, Resumed};
+use super::super::dump::{FormatWriter, Plan, Resumed};
 use super::super::storage::Storage;
 use super::ElfError;
 use super::headers::{Headers, Places, TABLES_AT, file_header, tables};
@@ -88,7 +88,7 @@ impl ElfWriter {
     }
 }
 
-impl Form for ElfWriter {
+impl FormatWriter for ElfWriter {
     fn write(&mut self, storage: &mut dyn Storage, packed: &Packed) -> io::Result<()> {
         self.write_pages(storage, packed)?;
         let pfns = packed.chunk.pfns.clone();

@@ -3,7 +3,7 @@
 use super::super::bitmap::Bitmap;
 use super::super::bytes::ReadAt;
 use super::super::compress::{Decompressor, PAGE};
-use super::super::file::{PageError, Survey};
+use super::super::file::{PageCounts, PageError};
 use super::header::Header;
 use super::{DESCRIPTOR_BYTES, Descriptor, KdumpError};
 
@@ -72,8 +72,8 @@ impl KdumpReader {
     }
 
     /// Counts pages by all descriptors.
-    pub fn survey(&self, source: &(impl ReadAt + ?Sized)) -> Survey {
-        let mut survey = Survey { pages: self.kept.count(), ..Survey::default() };
+    pub fn survey(&self, source: &(impl ReadAt + ?Sized)) -> PageCounts {
+        let mut survey = PageCounts { pages: self.kept.count(), ..PageCounts::default() };
         let mut zeroes = Zeroes::default();
         for first in (0..survey.pages).step_by(READ_DESCRIPTORS as usize) {
             let count = READ_DESCRIPTORS.min(survey.pages - first);

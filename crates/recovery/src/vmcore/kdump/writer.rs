@@ -5,7 +5,7 @@ use std::io;
 use super::super::bitmap::Bitmap;
 use super::super::chunk::{Packed, PackedPage};
 use super::super::compress::{Compression, PAGE};
-use super::super::dump::{Form, Plan, Resumed};
+use super::super::dump::{FormatWriter, Plan, Resumed};
 use super::super::storage::Storage;
 use super::header::{Header, INCOMPLETE};
 use super::{BLOCK_BYTES, DESCRIPTOR_BYTES, Descriptor, KdumpError};
@@ -83,7 +83,7 @@ impl KdumpWriter {
     }
 }
 
-impl Form for KdumpWriter {
+impl FormatWriter for KdumpWriter {
     fn write(&mut self, storage: &mut dyn Storage, packed: &Packed) -> io::Result<()> {
         let data_at = self.end;
         storage.write_data(packed.blob.padded(), data_at)?;

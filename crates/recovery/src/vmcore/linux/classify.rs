@@ -89,7 +89,7 @@ pub fn classify<M: PhysicalMemory>(
     let rules = Rules::new(vmcoreinfo, level)?;
     let sections = sections(space, vmcoreinfo, memory.end_pfn())?;
     let block = Block::new(rules.bytes);
-    let mut judge = Judge { space, rules, result: everything, block, run: None };
+    let mut judge = Classifier { space, rules, result: everything, block, run: None };
     for section in sections {
         for ram in memory.ranges() {
             judge.section(&section, intersection(ram, &section.pfns));
@@ -98,7 +98,7 @@ pub fn classify<M: PhysicalMemory>(
     Ok(judge.result)
 }
 
-struct Judge<'a, 'm, M> {
+struct Classifier<'a, 'm, M> {
     space: &'a AddressSpace<'m, M>,
     rules: Rules,
     result: Classification,
@@ -115,7 +115,7 @@ struct Run {
     end: u64,
 }
 
-impl<M: PhysicalMemory> Judge<'_, '_, M> {
+impl<M: PhysicalMemory> Classifier<'_, '_, M> {
     /// Judges those page frames of a section that are RAM.
     fn section(&mut self, section: &Section, ram: Range<u64>) {
         let counts = &mut self.result.counts;

@@ -43,7 +43,7 @@ pub enum Class {
     Offline,
 }
 
-/// Judgement on a page by its descriptor.
+/// Verdict on a page by its descriptor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Verdict {
     Keep,
@@ -120,7 +120,7 @@ impl Rules {
         if !DESCRIPTOR_BYTES.contains(&bytes) {
             return Err(NotUnderstood::Implausible { name: "SIZE(page)", value: bytes.into() });
         }
-        let tell = Telling { vmcoreinfo, bytes };
+        let tell = FieldLookup { vmcoreinfo, bytes };
         let compound_head = tell.offset_if_told("page.compound_head", 8)?;
         let tail_names_head = compound_head.is_some();
         let compound_head = match compound_head {
@@ -280,12 +280,12 @@ impl Rules {
 }
 
 /// Looks up facts about descriptors in VMCOREINFO.
-struct Telling<'a> {
+struct FieldLookup<'a> {
     vmcoreinfo: &'a Vmcoreinfo,
     bytes: u64,
 }
 
-impl Telling<'_> {
+impl FieldLookup<'_> {
     fn offset(&self, member: &str, name: &'static str, width: u64) -> Result<usize, NotUnderstood> {
         required(self.offset_if_told(member, width)?, name)
     }

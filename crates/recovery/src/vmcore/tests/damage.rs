@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use proptest::prelude::*;
 
 use super::*;
-use crate::vmcore::file::Survey;
+use crate::vmcore::file::PageCounts;
 
 /// One small file of each kind, to be damaged in copies.
 fn samples() -> Vec<Vec<u8>> {
@@ -26,7 +26,7 @@ fn samples() -> Vec<Vec<u8>> {
 }
 
 /// Reads everything that can be read, and resumes the file if that is possible.
-fn exercise(path: &Path) -> Option<Survey> {
+fn exercise(path: &Path) -> Option<PageCounts> {
     if let Ok(mut dump) = Dump::resume(path) {
         let ram = Zeroes::new(100);
         for chunk in dump.chunks(CHUNK_BYTES).iter().take(3) {

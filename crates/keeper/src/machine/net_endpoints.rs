@@ -1,7 +1,7 @@
-//! Wires: the host's end of a QEMU's networks, an open tap or a connection to passt.
+//! Network endpoints: the host's ends of a QEMU's networks, each an open tap or a connection to passt.
 //!
 //! When a QEMU replaces another one it gets the same descriptors, so nothing changes at the other end. Packet gates
-//! (`Valves`) make sure that only one of the two QEMUs receives packets.
+//! (`PacketGates`) make sure that only one of the two QEMUs receives packets.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -9,24 +9,24 @@ use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::PathBuf;
 
-use hearth_qemu::valve::{Kind, Valves};
+use hearth_qemu::packet_gate::{Kind, PacketGates};
 
 use super::passt::{Passt, PasstError};
 use crate::config::{Config, NetBackend};
 use crate::folders::Folders;
 
-/// The wires of one QEMU.
+/// The endpoints of one QEMU.
 #[derive(Debug)]
-pub struct Wires {
-    wires: Vec<Wire>,
-    /// Packet gates. None without wires: QEMU's own user networks have no descriptor on the host.
-    valves: Option<Valves>,
+pub struct NetEndpoints {
+    endpoints: Vec<NetEndpoint>,
+    /// Packet gates. None without endpoints: QEMU's own user networks have no descriptor on the host.
+    gates: Option<PacketGates>,
     /// passt processes; each ends when nobody is connected to it any more.
     passt: Vec<Passt>,
 }
 
 #[derive(Debug)]
-struct Wire {
+struct NetEndpoint {
     /// Index of its network in the configuration.
     position: usize,
     kind: Kind,
@@ -34,7 +34,7 @@ struct Wire {
 }
 
 #[derive(Debug, thiserror::Error)]
-pub enum WireError {
+pub enum EndpointError {
     #[error(transparent)]
     Passt(#[from] PasstError),
     #[error(
@@ -42,15 +42,15 @@ pub enum WireError {
     )]
     Tap { ifname: String, source: io::Error },
     #[error("cannot create the networks' packet gates in {path}")]
-    Valves { path: PathBuf, source: io::Error },
+    PacketGates { path: PathBuf, source: io::Error },
     #[error("cannot duplicate a network's descriptor")]
     Share(#[source] io::Error),
 }
 
-impl Wires {
-    /// Creates the wires of a QEMU that is started.
-    pub fn lay(config: &Config, folders: &Folders, generation: u32) -> Result<Self, WireError> {
-        let (mut wires, mut passt) = (Vec::new(), Vec::new());
+impl NetEndpoints {
+    /// Creates the endpoints of a QEMU that is started.
+    pub fn open(config: &Config, folders: &Folders, generation: u32) -> Result<Self, EndpointError> {
+        let (mut endpoints, mut passt) = (Vec::new(), Vec::new());
         for (position, net) in config.nets.iter().enumerate() {
             match &net.backend {
                 NetBackend::User { .. } => {}
@@ -58,64 +58,68 @@ impl Wires {
                     let pid_file = folders.passt_pid(position, generation);
                     let (process, end) = Passt::start(&pid_file, forward)?;
                     passt.push(process);
-                    wires.push(Wire { position, kind: Kind::Stream, end: end.into() });
+                    endpoints.push(NetEndpoint { position, kind: Kind::Stream, end: end.into() });
                 }
                 NetBackend::Tap { ifname } => {
-                    let end = open_tap(ifname).map_err(|source| WireError::Tap { ifname: ifname.clone(), source })?;
-                    wires.push(Wire { position, kind: Kind::Tap, end: end.into() });
+                    let end =
+                        open_tap(ifname).map_err(|source| EndpointError::Tap { ifname: ifname.clone(), source })?;
+                    endpoints.push(NetEndpoint { position, kind: Kind::Tap, end: end.into() });
                 }
             }
         }
-        Self::with_valves(wires, passt, folders, generation, false)
+        Self::with_gates(endpoints, passt, folders, generation, false)
     }
 
-    /// Duplicates the wires for a successor QEMU. Its packet gates start closed.
-    pub fn share(&self, folders: &Folders, generation: u32) -> Result<Self, WireError> {
-        let share = |wire: &Wire| Ok(Wire { position: wire.position, kind: wire.kind, end: wire.end.try_clone()? });
-        let wires = self.wires.iter().map(share).collect::<io::Result<_>>().map_err(WireError::Share)?;
-        Self::with_valves(wires, Vec::new(), folders, generation, true)
+    /// Duplicates the endpoints for a successor QEMU. Its packet gates start closed.
+    pub fn share(&self, folders: &Folders, generation: u32) -> Result<Self, EndpointError> {
+        let share = |endpoint: &NetEndpoint| {
+            Ok(NetEndpoint { position: endpoint.position, kind: endpoint.kind, end: endpoint.end.try_clone()? })
+        };
+        let endpoints = self.endpoints.iter().map(share).collect::<io::Result<_>>().map_err(EndpointError::Share)?;
+        Self::with_gates(endpoints, Vec::new(), folders, generation, true)
     }
 
-    fn with_valves(
-        wires: Vec<Wire>,
+    fn with_gates(
+        endpoints: Vec<NetEndpoint>,
         passt: Vec<Passt>,
         folders: &Folders,
         generation: u32,
         shut: bool,
-    ) -> Result<Self, WireError> {
-        let nets: Vec<_> = wires.iter().map(|wire| (wire.end.as_raw_fd(), wire.kind)).collect();
-        let path = folders.valves(generation);
-        let valves = (!nets.is_empty()).then(|| Valves::make(&path, &nets, shut)).transpose();
-        let valves = valves.map_err(|source| WireError::Valves { path, source })?;
-        Ok(Self { wires, valves, passt })
+    ) -> Result<Self, EndpointError> {
+        let nets: Vec<_> = endpoints.iter().map(|endpoint| (endpoint.end.as_raw_fd(), endpoint.kind)).collect();
+        let path = folders.gates(generation);
+        let gates = (!nets.is_empty()).then(|| PacketGates::make(&path, &nets, shut)).transpose();
+        let gates = gates.map_err(|source| EndpointError::PacketGates { path, source })?;
+        Ok(Self { endpoints, gates, passt })
     }
 
-    /// Fetches the wires of a QEMU that a dead keeper left. That keeper may have died during a hop, so all gates are
+    /// Fetches the endpoints of a QEMU that a dead keeper left. That keeper may have died during a hop, so all gates are
     /// opened.
     pub fn find(config: &Config, folders: &Folders, generation: u32, qemu_pid: u32) -> Result<Self, String> {
         let nets = config.nets.iter().enumerate();
         let expected: Vec<_> = nets.filter_map(|(position, net)| Some((position, kind(&net.backend)?))).collect();
         if expected.is_empty() {
-            return Ok(Self { wires: Vec::new(), valves: None, passt: Vec::new() });
+            return Ok(Self { endpoints: Vec::new(), gates: None, passt: Vec::new() });
         }
-        let valves = Valves::open(&folders.valves(generation)).map_err(|error| error.to_string())?;
-        valves.open_up();
+        let gates = PacketGates::open(&folders.gates(generation)).map_err(|error| error.to_string())?;
+        gates.open_up();
         let ends =
-            valves.fetch(qemu_pid).map_err(|error| format!("cannot get them from QEMU (pid {qemu_pid}): {error}"))?;
+            gates.fetch(qemu_pid).map_err(|error| format!("cannot get them from QEMU (pid {qemu_pid}): {error}"))?;
         if ends.len() != expected.len() {
             return Err(format!("QEMU was started with {} of them, but {} are configured", ends.len(), expected.len()));
         }
-        let wires = expected.into_iter().zip(ends).map(|((position, kind), end)| Wire { position, kind, end });
-        Ok(Self { wires: wires.collect(), valves: Some(valves), passt: Vec::new() })
+        let endpoints =
+            expected.into_iter().zip(ends).map(|((position, kind), end)| NetEndpoint { position, kind, end });
+        Ok(Self { endpoints: endpoints.collect(), gates: Some(gates), passt: Vec::new() })
     }
 
-    /// Descriptor number of a network's wire, which QEMU inherits.
+    /// Descriptor number of a network's endpoint, which QEMU inherits.
     pub fn number(&self, position: usize) -> Option<RawFd> {
-        self.wires.iter().find(|wire| wire.position == position).map(|wire| wire.end.as_raw_fd())
+        self.endpoints.iter().find(|endpoint| endpoint.position == position).map(|endpoint| endpoint.end.as_raw_fd())
     }
 
-    pub fn valves(&self) -> Option<&Valves> {
-        self.valves.as_ref()
+    pub fn gates(&self) -> Option<&PacketGates> {
+        self.gates.as_ref()
     }
 
     /// What is beside QEMU goes on with it.
@@ -164,7 +168,7 @@ mod tests {
     #[test]
     fn missing_tap_is_an_error() {
         assert!(open_tap("a-name-of-too-many-bytes").is_err());
-        let text = WireError::Tap { ifname: "tap0".into(), source: io::ErrorKind::ResourceBusy.into() }.to_string();
+        let text = EndpointError::Tap { ifname: "tap0".into(), source: io::ErrorKind::ResourceBusy.into() }.to_string();
         assert!(text.starts_with("cannot open tap tap0"), "{text}");
     }
 }

@@ -1,4 +1,4 @@
-//! Visitors: the processes that connect to a disk's socket, and which of them may.
+//! Incoming connections: the processes that connect to a disk's socket, and which of them may.
 //!
 //! connect -> whose process is it? -> expected: served, or kept in the lobby until there is a place
 //!                                 -> anybody else: turned away, with a warning
@@ -21,7 +21,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 /// Two QEMUs at a disk at most, each of which may have connected again before its last connection was cleared away.
 const LOBBY_MAX: usize = 4;
-/// Visitors that are turned away are reported at most this often, so that nobody can fill the log.
+/// Connections that are turned away are reported at most this often, so that nobody can fill the log.
 const WARN_EVERY: Duration = Duration::from_secs(10);
 
 /// A process that may connect to a disk's socket.
@@ -78,20 +78,20 @@ impl Expected {
 }
 
 /// Judges connections, and keeps those for which there is no place yet.
-pub(super) struct Visitors {
+pub(super) struct IncomingConnections {
     pub expected: Expected,
-    lobby: VecDeque<Visitor>,
+    lobby: VecDeque<IncomingConnection>,
     turned_away: u64,
     warned: Option<Instant>,
 }
 
 /// A connection that may be served.
-pub(super) struct Visitor {
+pub(super) struct IncomingConnection {
     pub pid: u32,
     pub stream: UnixStream,
 }
 
-impl Visitors {
+impl IncomingConnections {
     pub fn new(expected: Expected) -> Self {
         Self { expected, lobby: VecDeque::new(), turned_away: 0, warned: None }
     }
@@ -99,11 +99,11 @@ impl Visitors {
     /// Connections in the lobby that are not expected any more are closed.
     pub fn expect(&mut self, expected: Expected) {
         self.expected = expected;
-        for visitor in std::mem::take(&mut self.lobby) {
-            if self.expected.includes(visitor.pid) {
-                self.lobby.push_back(visitor);
+        for incoming_connection in std::mem::take(&mut self.lobby) {
+            if self.expected.includes(incoming_connection.pid) {
+                self.lobby.push_back(incoming_connection);
             } else {
-                background_close::close(visitor.stream);
+                background_close::close(incoming_connection.stream);
             }
         }
     }
@@ -115,7 +115,7 @@ impl Visitors {
                 if self.lobby.len() == LOBBY_MAX {
                     self.lobby.pop_front().into_iter().for_each(|oldest| background_close::close(oldest.stream));
                 }
-                self.lobby.push_back(Visitor { pid, stream });
+                self.lobby.push_back(IncomingConnection { pid, stream });
             }
             Err(pid) => {
                 // Descriptors may be on their way in it, and closing those may take its time.
@@ -126,7 +126,7 @@ impl Visitors {
     }
 
     /// The one that has waited longest.
-    pub fn next(&mut self) -> Option<Visitor> {
+    pub fn next(&mut self) -> Option<IncomingConnection> {
         self.lobby.pop_front()
     }
 
@@ -257,26 +257,26 @@ mod tests {
     #[test]
     fn lobby_is_bounded_and_closes_the_unexpected() {
         let me = Peer::this_process().unwrap();
-        let mut visitors = Visitors::new(Expected::these([me]));
+        let mut incoming = IncomingConnections::new(Expected::these([me]));
         for _ in 0..10 {
-            visitors.arrived("test", Path::new("/x"), pair_from_this_process());
+            incoming.arrived("test", Path::new("/x"), pair_from_this_process());
         }
-        assert_eq!(visitors.lobby.len(), LOBBY_MAX);
-        visitors.expect(Expected::and_another([me]));
-        assert_eq!(visitors.lobby.len(), LOBBY_MAX);
-        visitors.expect(Expected::and_another([]));
-        assert!(visitors.next().is_none());
+        assert_eq!(incoming.lobby.len(), LOBBY_MAX);
+        incoming.expect(Expected::and_another([me]));
+        assert_eq!(incoming.lobby.len(), LOBBY_MAX);
+        incoming.expect(Expected::and_another([]));
+        assert!(incoming.next().is_none());
     }
 
     #[test]
     fn strangers_are_counted_and_reported_once() {
-        let mut visitors = Visitors::new(Expected::these([]));
+        let mut incoming = IncomingConnections::new(Expected::these([]));
         for _ in 0..10 {
-            visitors.arrived("test", Path::new("/x"), pair_from_this_process());
+            incoming.arrived("test", Path::new("/x"), pair_from_this_process());
         }
-        assert_eq!(visitors.turned_away, 10);
-        let warned = visitors.warned.unwrap();
-        visitors.arrived("test", Path::new("/x"), pair_from_this_process());
-        assert_eq!(visitors.warned, Some(warned));
+        assert_eq!(incoming.turned_away, 10);
+        let warned = incoming.warned.unwrap();
+        incoming.arrived("test", Path::new("/x"), pair_from_this_process());
+        assert_eq!(incoming.warned, Some(warned));
     }
 }

@@ -1,4 +1,4 @@
-//! Ground: whether a parked guest's memory, and the files that its next QEMU needs, outlive the host's kernel.
+//! Host root: whether a parked guest's memory, and the files that its next QEMU needs, outlive the host's kernel.
 //!
 //! path -> its mount (/proc/self/mountinfo) -> kind of file system -> block device (/sys/dev/block) -> bus of persistent memory
 //!
@@ -22,7 +22,7 @@ const UNIT_FOLDERS: [&str; 3] = ["etc/systemd/system", "usr/lib/systemd/system",
 const DEPTH_MAX: u32 = 8;
 
 /// This host, or in tests a folder that looks like one.
-pub struct Ground {
+pub struct HostRoot {
     root: PathBuf,
 }
 
@@ -35,7 +35,7 @@ struct Mount {
     source: String,
 }
 
-impl Ground {
+impl HostRoot {
     pub fn host() -> Self {
         Self { root: PathBuf::from("/") }
     }
@@ -190,35 +190,35 @@ mod tests {
     const PMEM: &str = "sys/devices/platform/e820_pmem/ndbus0/region0/namespace0.0/block/pmem0";
 
     /// A host with a disk, reserved memory and two volumes: one on that memory alone, one on both.
-    fn host() -> (tempfile::TempDir, Ground) {
+    fn host() -> (tempfile::TempDir, HostRoot) {
         let folder = tempfile::tempdir().unwrap();
-        let ground = Ground { root: folder.path().to_owned() };
+        let host_root = HostRoot { root: folder.path().to_owned() };
         let device = |number: &str, path: &str, below: &[&str]| {
-            let place = ground.at(path);
+            let place = host_root.at(path);
             fs::create_dir_all(place.join("slaves")).unwrap();
             fs::write(place.join("dev"), format!("{number}\n")).unwrap();
-            symlink(&place, ground.at("sys/dev/block").join(number)).unwrap();
+            symlink(&place, host_root.at("sys/dev/block").join(number)).unwrap();
             for below in below {
                 let name = Path::new(below).file_name().unwrap();
-                symlink(ground.at(below), place.join("slaves").join(name)).unwrap();
+                symlink(host_root.at(below), place.join("slaves").join(name)).unwrap();
             }
         };
-        fs::create_dir_all(ground.at("sys/dev/block")).unwrap();
-        fs::create_dir_all(ground.at("proc/self")).unwrap();
-        fs::write(ground.at("proc/self/mountinfo"), MOUNTS).unwrap();
-        fs::write(ground.at("proc/iomem"), "00000000-00000000 : Persistent Memory (legacy)\n").unwrap();
+        fs::create_dir_all(host_root.at("sys/dev/block")).unwrap();
+        fs::create_dir_all(host_root.at("proc/self")).unwrap();
+        fs::write(host_root.at("proc/self/mountinfo"), MOUNTS).unwrap();
+        fs::write(host_root.at("proc/iomem"), "00000000-00000000 : Persistent Memory (legacy)\n").unwrap();
         device("8:1", "sys/devices/pci0000:00/ata1/block/sda/sda1", &[]);
         device("259:0", PMEM, &[]);
         device("254:0", "sys/devices/virtual/block/dm-0", &[PMEM]);
         device("254:1", "sys/devices/virtual/block/dm-1", &[PMEM, "sys/devices/pci0000:00/ata1/block/sda/sda1"]);
-        (folder, ground)
+        (folder, host_root)
     }
 
     #[test]
     fn memory_must_be_reserved_and_mapped_directly() {
-        let (_folder, ground) = host();
+        let (_folder, host_root) = host();
         let check = |folder: &str, maps_directly: bool, expect: Option<&str>| {
-            let problem = ground.memory_problem(Path::new(folder), maps_directly);
+            let problem = host_root.memory_problem(Path::new(folder), maps_directly);
             match (&problem, expect) {
                 (None, None) => {}
                 (Some(problem), Some(expect)) if problem.contains(expect) => {}
@@ -235,42 +235,42 @@ mod tests {
         );
         check("/srv/web", false, Some("is on ext4 of /dev/sda1, which is not reserved or persistent memory"));
         check("/mixed/web", true, Some("is on xfs of /dev/mapper/mixed, which is not reserved"));
-        fs::write(ground.at("proc/iomem"), "00100000-3fffffff : System RAM\n").unwrap();
+        fs::write(host_root.at("proc/iomem"), "00100000-3fffffff : System RAM\n").unwrap();
         check("/pmem/web", true, Some("/proc/iomem lists no persistent memory"));
-        fs::remove_file(ground.at("proc/self/mountinfo")).unwrap();
+        fs::remove_file(host_root.at("proc/self/mountinfo")).unwrap();
         check("/pmem/web", true, Some("its mount point cannot be found"));
     }
 
     #[test]
     fn files_for_the_next_qemu_outlive_the_kernel() {
-        let (_folder, ground) = host();
+        let (_folder, host_root) = host();
         let check = |path: &str, expect: Option<&str>| {
             let expect = expect.map(|expect| format!("{expect}, which ends with this kernel: put it on a disk"));
-            assert_eq!(ground.file_problem("disk root:", Path::new(path)), expect, "{path}");
+            assert_eq!(host_root.file_problem("disk root:", Path::new(path)), expect, "{path}");
         };
         check("/srv/no-such-folder/web.img", None);
         check("/dev/shm/web.img", Some("disk root: /dev/shm/web.img is on tmpfs (mounted at /dev/shm)"));
         check("/with blank/x", Some("disk root: /with blank/x is on ramfs (mounted at /with blank)"));
         check("/over/x", Some("disk root: /over/x is on tmpfs (mounted at /over)"));
-        fs::create_dir_all(ground.at("dev/shm")).unwrap();
-        symlink(ground.at("dev/shm"), ground.at("elsewhere")).unwrap();
+        fs::create_dir_all(host_root.at("dev/shm")).unwrap();
+        symlink(host_root.at("dev/shm"), host_root.at("elsewhere")).unwrap();
         check("/elsewhere/x", Some("disk root: /elsewhere/x is on tmpfs (mounted at /dev/shm)"));
     }
 
     #[test]
     fn somebody_must_let_the_guests_go_on() {
-        let (_folder, ground) = host();
-        assert_eq!(ground.resume_problem(), None, "without systemd");
-        fs::create_dir_all(ground.at("run/systemd/system")).unwrap();
-        let problem = ground.resume_problem().unwrap();
+        let (_folder, host_root) = host();
+        assert_eq!(host_root.resume_problem(), None, "without systemd");
+        fs::create_dir_all(host_root.at("run/systemd/system")).unwrap();
+        let problem = host_root.resume_problem().unwrap();
         assert!(problem.ends_with("`systemctl enable hearth-host-reload.service`"), "{problem}");
-        let wants = ground.at("etc/systemd/system/multi-user.target.wants");
+        let wants = host_root.at("etc/systemd/system/multi-user.target.wants");
         fs::create_dir_all(&wants).unwrap();
         // The unit exists, but is not enabled.
-        fs::write(ground.at("etc/systemd/system").join(UNIT), "").unwrap();
-        assert!(ground.resume_problem().is_some());
+        fs::write(host_root.at("etc/systemd/system").join(UNIT), "").unwrap();
+        assert!(host_root.resume_problem().is_some());
         symlink(Path::new("/etc/systemd/system").join(UNIT), wants.join(UNIT)).unwrap();
-        assert_eq!(ground.resume_problem(), None);
+        assert_eq!(host_root.resume_problem(), None);
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! Pulse: how long a loop has been at one piece of work, and the longest it ever was. For a watchdog.
+//! Heartbeat: how long a loop has been at one piece of work, and the longest it ever was. For a watchdog.
 //!
 //! begin -> work -> end -> the loop waits for the next piece, for as long as it likes
 
@@ -8,9 +8,9 @@ use std::time::{Duration, Instant};
 
 static EPOCH: LazyLock<Instant> = LazyLock::new(Instant::now);
 
-/// The pulse of one loop. Clones share it.
+/// The heartbeat of one loop. Clones share it.
 #[derive(Clone, Debug, Default)]
-pub struct Pulse {
+pub struct Heartbeat {
     shared: Arc<Shared>,
 }
 
@@ -22,7 +22,7 @@ struct Shared {
     longest: AtomicU64,
 }
 
-impl Pulse {
+impl Heartbeat {
     /// A piece of work begins.
     pub fn begin(&self) {
         self.shared.since.store(EPOCH.elapsed().as_nanos() as u64 + 1, Relaxed);
@@ -47,7 +47,7 @@ impl Pulse {
         Duration::from_nanos(self.shared.longest.load(Relaxed))
     }
 
-    /// Whether the loop is gone: nobody else has this pulse.
+    /// Whether the loop is gone: nobody else has this one.
     pub fn is_alone(&self) -> bool {
         Arc::strong_count(&self.shared) == 1
     }
@@ -59,17 +59,17 @@ mod tests {
 
     #[test]
     fn work_counts_and_waiting_does_not() {
-        let pulse = Pulse::default();
-        assert_eq!((pulse.busy_for(), pulse.is_alone()), (Duration::ZERO, true));
-        let of_the_loop = pulse.clone();
+        let heartbeat = Heartbeat::default();
+        assert_eq!((heartbeat.busy_for(), heartbeat.is_alone()), (Duration::ZERO, true));
+        let of_the_loop = heartbeat.clone();
         of_the_loop.begin();
         std::thread::sleep(Duration::from_millis(20));
-        assert!(pulse.busy_for() >= Duration::from_millis(19) && !pulse.is_alone());
-        assert_eq!(pulse.longest(), Duration::ZERO);
+        assert!(heartbeat.busy_for() >= Duration::from_millis(19) && !heartbeat.is_alone());
+        assert_eq!(heartbeat.longest(), Duration::ZERO);
         of_the_loop.end();
-        assert_eq!(pulse.busy_for(), Duration::ZERO);
+        assert_eq!(heartbeat.busy_for(), Duration::ZERO);
         of_the_loop.begin();
         of_the_loop.end();
-        assert!(pulse.longest() >= Duration::from_millis(20));
+        assert!(heartbeat.longest() >= Duration::from_millis(20));
     }
 }

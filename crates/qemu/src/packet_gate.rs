@@ -1,4 +1,4 @@
-//! Valves: packet gates between a QEMU and its networks, one per network. While a valve is shut, packets wait where
+//! Packet gates between a QEMU and its networks, one per network. While a gate is shut, packets wait where
 //! they are.
 //!
 //! During a hop, two QEMUs have the same open tap or the same connection to passt. Each would read a packet as soon as
@@ -32,11 +32,11 @@ use crate::process::open_pidfd;
 
 const MAGIC: [u8; 8] = *b"HRTHVALV";
 const VERSION: u32 = 1;
-/// Maximum number of valves; machines have at most seven networks.
-const VALVES_MAX: usize = 8;
+/// Maximum number of gates; machines have at most seven networks.
+const GATES_MAX: usize = 8;
 
 #[repr(C)]
-struct Valve {
+struct PacketGate {
     number: i32,
     kind: u32,
     shut: AtomicU32,
@@ -50,7 +50,7 @@ struct Shared {
     count: u32,
     worked: AtomicU32,
     unused: [u32; 3],
-    valves: [Valve; VALVES_MAX],
+    gates: [PacketGate; GATES_MAX],
 }
 const _: () = assert!(size_of::<Shared>() == 160);
 
@@ -63,22 +63,22 @@ pub enum Kind {
     Stream = 2,
 }
 
-/// The valves of one QEMU.
+/// The gates of one QEMU.
 #[derive(Debug)]
-pub struct Valves {
+pub struct PacketGates {
     shared: NonNull<Shared>,
     count: usize,
 }
 
 // SAFETY: the mapping lives as long as this and is not tied to a thread; its changing fields are atomic.
-unsafe impl Send for Valves {}
+unsafe impl Send for PacketGates {}
 // SAFETY: as for `Send`.
-unsafe impl Sync for Valves {}
+unsafe impl Sync for PacketGates {}
 
-impl Valves {
+impl PacketGates {
     /// Creates the file for a QEMU that is about to start with these descriptors.
     pub fn make(path: &Path, nets: &[(RawFd, Kind)], shut: bool) -> io::Result<Self> {
-        assert!(nets.len() <= VALVES_MAX, "a machine has no more networks than that");
+        assert!(nets.len() <= GATES_MAX, "a machine has no more networks than that");
         let mut bytes = Vec::with_capacity(size_of::<Shared>());
         bytes.extend(MAGIC);
         bytes.extend([VERSION, nets.len() as u32, 0, 0, 0, 0].into_iter().flat_map(u32::to_ne_bytes));
@@ -100,7 +100,8 @@ impl Valves {
     /// Opens the file of a running QEMU.
     pub fn open(path: &Path) -> io::Result<Self> {
         let file = OpenOptions::new().read(true).write(true).open(path)?;
-        let garbled = || io::Error::new(ErrorKind::InvalidData, format!("{} is no file of valves", path.display()));
+        let garbled =
+            || io::Error::new(ErrorKind::InvalidData, format!("{} is no file of packet gates", path.display()));
         if file.metadata()?.len() != size_of::<Shared>() as u64 {
             return Err(garbled());
         }
@@ -108,14 +109,14 @@ impl Valves {
         // SAFETY: a new mapping, of a file that has as many bytes.
         let at = unsafe { mmap(std::ptr::null_mut(), size_of::<Shared>(), access, MapFlags::SHARED, &file, 0)? };
         let shared = NonNull::new(at.cast::<Shared>()).expect("a mapping is not at 0");
-        let mut valves = Self { shared, count: 0 };
-        let said = valves.shared();
+        let mut gates = Self { shared, count: 0 };
+        let said = gates.shared();
         let count = said.count as usize;
-        if said.magic != MAGIC || said.version != VERSION || count > VALVES_MAX {
+        if said.magic != MAGIC || said.version != VERSION || count > GATES_MAX {
             return Err(garbled());
         }
-        valves.count = count;
-        Ok(valves)
+        gates.count = count;
+        Ok(gates)
     }
 
     fn shared(&self) -> &Shared {
@@ -124,39 +125,39 @@ impl Valves {
         unsafe { self.shared.as_ref() }
     }
 
-    fn each(&self) -> &[Valve] {
-        &self.shared().valves[..self.count]
+    fn each(&self) -> &[PacketGate] {
+        &self.shared().gates[..self.count]
     }
 
-    /// Shuts all valves: packets wait from now on. QEMU may still be reading one.
+    /// Shuts all gates: packets wait from now on. QEMU may still be reading one.
     pub fn shut(&self) {
-        self.each().iter().for_each(|valve| valve.shut.store(1, Ordering::Release));
+        self.each().iter().for_each(|gate| gate.shut.store(1, Ordering::Release));
     }
 
-    /// Opens all valves.
+    /// Opens all gates.
     pub fn open_up(&self) {
-        self.each().iter().for_each(|valve| valve.shut.store(0, Ordering::Release));
+        self.each().iter().for_each(|gate| gate.shut.store(0, Ordering::Release));
     }
 
-    /// Whether QEMU's preload library obeys the valves, or there are none.
+    /// Whether QEMU's preload library obeys the gates, or there are none.
     pub fn are_worked(&self) -> bool {
         self.count == 0 || self.shared().worked.load(Ordering::Acquire) != 0
     }
 
     /// Whether QEMU has read each packet that it has begun.
     pub fn are_between_packets(&self) -> bool {
-        self.each().iter().all(|valve| valve.part.load(Ordering::Acquire) == 0)
+        self.each().iter().all(|gate| gate.part.load(Ordering::Acquire) == 0)
     }
 
-    /// Copies the descriptors behind the valves from a QEMU that another keeper started. Needs the right to trace QEMU.
+    /// Copies the descriptors behind the gates from a QEMU that another keeper started. Needs the right to trace QEMU.
     pub fn fetch(&self, qemu_pid: u32) -> io::Result<Vec<OwnedFd>> {
         let qemu = open_pidfd(qemu_pid)?;
-        let fetch = |valve: &Valve| Ok(pidfd_getfd(&qemu, valve.number, PidfdGetfdFlags::empty())?);
+        let fetch = |gate: &PacketGate| Ok(pidfd_getfd(&qemu, gate.number, PidfdGetfdFlags::empty())?);
         self.each().iter().map(fetch).collect()
     }
 }
 
-impl Drop for Valves {
+impl Drop for PacketGates {
     fn drop(&mut self) {
         // SAFETY: `open` made the mapping, and nothing of it is borrowed any more.
         let _ = unsafe { munmap(self.shared.as_ptr().cast(), size_of::<Shared>()) };
@@ -170,11 +171,11 @@ mod tests {
     #[test]
     fn both_sides_see_valve_changes() {
         let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("valves");
-        let ours = Valves::make(&path, &[(7, Kind::Tap), (9, Kind::Stream)], true).unwrap();
-        let theirs = Valves::open(&path).unwrap();
+        let path = folder.path().join("gates");
+        let ours = PacketGates::make(&path, &[(7, Kind::Tap), (9, Kind::Stream)], true).unwrap();
+        let theirs = PacketGates::open(&path).unwrap();
         let shut =
-            |valves: &Valves| valves.each().iter().map(|valve| valve.shut.load(Ordering::Acquire)).collect::<Vec<_>>();
+            |gates: &PacketGates| gates.each().iter().map(|gate| gate.shut.load(Ordering::Acquire)).collect::<Vec<_>>();
         assert_eq!(shut(&theirs), [1, 1]);
         ours.open_up();
         assert_eq!(shut(&theirs), [0, 0]);
@@ -183,17 +184,17 @@ mod tests {
         assert!(!ours.are_worked() && ours.are_between_packets());
         theirs.each()[1].part.store(1, Ordering::Release);
         assert!(!ours.are_between_packets());
-        assert!(Valves::make(&path, &[], false).unwrap().are_worked(), "there is nothing to be worked");
+        assert!(PacketGates::make(&path, &[], false).unwrap().are_worked(), "there is nothing to be worked");
     }
 
     #[test]
     fn invalid_valve_file_is_refused() {
         let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("valves");
+        let path = folder.path().join("gates");
         std::fs::write(&path, [0; 160]).unwrap();
-        assert!(Valves::open(&path).unwrap_err().to_string().ends_with("valves is no file of valves"));
+        assert!(PacketGates::open(&path).unwrap_err().to_string().ends_with("gates is no file of packet gates"));
         std::fs::write(&path, [0; 10]).unwrap();
-        assert!(Valves::open(&path).is_err());
-        assert_eq!(Valves::open(&folder.path().join("none")).unwrap_err().kind(), ErrorKind::NotFound);
+        assert!(PacketGates::open(&path).is_err());
+        assert_eq!(PacketGates::open(&folder.path().join("none")).unwrap_err().kind(), ErrorKind::NotFound);
     }
 }

@@ -1,4 +1,4 @@
-//! Recall: passes on console output from a time without a reader, taken from the transcript.
+//! Transcript reader: passes on console output from a time without a reader, taken from the transcript.
 
 use std::io;
 use std::sync::Arc;
@@ -12,21 +12,21 @@ const WRITE_TIME: Duration = Duration::from_millis(1);
 const JOIN_ATTEMPTS: u32 = 50;
 
 /// One QEMU's transcript, and how much of it was passed on.
-pub struct Recall {
+pub struct TranscriptReader {
     transcript: Arc<Transcript>,
     /// Bytes of the transcript that were passed on.
     known: usize,
     joined: bool,
 }
 
-impl Recall {
+impl TranscriptReader {
     /// For a QEMU that is connected only now and may have printed something before.
     pub fn new(transcript: Arc<Transcript>) -> Self {
         Self { transcript, known: 0, joined: false }
     }
 
     /// For a QEMU that printed nothing before it was connected.
-    pub fn from_its_first_word(transcript: Arc<Transcript>) -> Self {
+    pub fn from_start(transcript: Arc<Transcript>) -> Self {
         Self { transcript, known: 0, joined: true }
     }
 

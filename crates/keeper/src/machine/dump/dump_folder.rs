@@ -1,4 +1,4 @@
-//! Shelf: the folder of a machine's dumps: their names, the space for them, and how many are kept.
+//! Dump folder: the folder of a machine's dumps: their names, the space for them, and how many are kept.
 //!
 //! A dump's name is `NAME-INCARNATION-TIME.vmcore`, followed by `.incomplete` until it is complete. Only complete dumps
 //! with such a name are ever removed, the oldest first, and only after another dump is complete.
@@ -13,7 +13,7 @@ const ENDING: &str = ".vmcore";
 
 /// The dump folder of one machine.
 #[derive(Clone, Debug)]
-pub struct Shelf {
+pub struct DumpFolder {
     pub folder: PathBuf,
     pub machine: String,
     pub keep_last: usize,
@@ -22,17 +22,17 @@ pub struct Shelf {
 
 /// Why the folder cannot take more.
 #[derive(Debug, thiserror::Error)]
-pub enum ShelfError {
+pub enum DumpFolderError {
     #[error("cannot use dump folder {folder}")]
     Unusable { folder: PathBuf, source: io::Error },
     #[error("{folder} has {free_mib} MiB free, of which `crash.min_free` reserves {min_mib} MiB: free space there")]
     Full { folder: PathBuf, free_mib: u64, min_mib: u64 },
 }
 
-impl Shelf {
+impl DumpFolder {
     /// Creates the folder, for its owner only.
-    pub fn prepare(&self) -> Result<(), ShelfError> {
-        let unusable = |source| ShelfError::Unusable { folder: self.folder.clone(), source };
+    pub fn prepare(&self) -> Result<(), DumpFolderError> {
+        let unusable = |source| DumpFolderError::Unusable { folder: self.folder.clone(), source };
         if !self.folder.is_dir() {
             DirBuilder::new().recursive(true).mode(0o700).create(&self.folder).map_err(unusable)?;
         }
@@ -47,15 +47,15 @@ impl Shelf {
     }
 
     /// Refuses if this many more bytes would leave less space than must stay free.
-    pub fn must_hold(&self, more_bytes: u64) -> Result<(), ShelfError> {
+    pub fn must_hold(&self, more_bytes: u64) -> Result<(), DumpFolderError> {
         let found = rustix::fs::statvfs(&self.folder)
-            .map_err(|errno| ShelfError::Unusable { folder: self.folder.clone(), source: errno.into() })?;
+            .map_err(|errno| DumpFolderError::Unusable { folder: self.folder.clone(), source: errno.into() })?;
         let free_bytes = found.f_bavail * found.f_frsize;
         if free_bytes >= self.min_free_bytes.saturating_add(more_bytes) {
             return Ok(());
         }
         let (free_mib, min_mib) = (free_bytes >> 20, self.min_free_bytes >> 20);
-        Err(ShelfError::Full { folder: self.folder.clone(), free_mib, min_mib })
+        Err(DumpFolderError::Full { folder: self.folder.clone(), free_mib, min_mib })
     }
 
     /// Removes the oldest complete dumps beyond the number that is kept. Returns the removed files.
@@ -89,37 +89,38 @@ mod tests {
 
     use super::*;
 
-    fn shelf(folder: &Path) -> Shelf {
-        Shelf { folder: folder.join("a/b"), machine: "web".into(), keep_last: 2, min_free_bytes: 0 }
+    fn dump_folder(folder: &Path) -> DumpFolder {
+        DumpFolder { folder: folder.join("a/b"), machine: "web".into(), keep_last: 2, min_free_bytes: 0 }
     }
 
     #[test]
     fn only_old_complete_dumps_of_this_machine_go() {
         let folder = tempfile::tempdir().unwrap();
-        let shelf = shelf(folder.path());
-        shelf.prepare().unwrap();
-        shelf.prepare().unwrap();
-        let mut names: Vec<_> = (1..=4).map(|incarnation| shelf.name(incarnation, SystemTime::UNIX_EPOCH)).collect();
+        let dump_folder = dump_folder(folder.path());
+        dump_folder.prepare().unwrap();
+        dump_folder.prepare().unwrap();
+        let mut names: Vec<_> =
+            (1..=4).map(|incarnation| dump_folder.name(incarnation, SystemTime::UNIX_EPOCH)).collect();
         let others = ["web-notes.vmcore", "web2-1-1970.vmcore", "web-0-1970.vmcore.incomplete", "web-1-1970.txt"];
-        names.extend(others.map(|name| shelf.folder.join(name)));
+        names.extend(others.map(|name| dump_folder.folder.join(name)));
         for (age, name) in names.iter().enumerate() {
             let file = fs::File::create(name).unwrap();
             file.set_modified(SystemTime::UNIX_EPOCH + Duration::from_secs(age as u64)).unwrap();
         }
-        assert_eq!(shelf.prune().unwrap(), names[..2]);
+        assert_eq!(dump_folder.prune().unwrap(), names[..2]);
         assert!(names[2..].iter().all(|name| name.exists()));
-        assert!(shelf.prune().unwrap().is_empty());
+        assert!(dump_folder.prune().unwrap().is_empty());
     }
 
     #[test]
     fn reserved_space_stays_free() {
         let folder = tempfile::tempdir().unwrap();
-        let mut shelf = shelf(folder.path());
-        shelf.prepare().unwrap();
-        shelf.must_hold(1 << 20).unwrap();
-        let refusal = shelf.must_hold(u64::MAX).unwrap_err().to_string();
+        let mut dump_folder = dump_folder(folder.path());
+        dump_folder.prepare().unwrap();
+        dump_folder.must_hold(1 << 20).unwrap();
+        let refusal = dump_folder.must_hold(u64::MAX).unwrap_err().to_string();
         assert!(refusal.contains("`crash.min_free` reserves 0 MiB"), "{refusal}");
-        shelf.min_free_bytes = u64::MAX;
-        shelf.must_hold(0).unwrap_err();
+        dump_folder.min_free_bytes = u64::MAX;
+        dump_folder.must_hold(0).unwrap_err();
     }
 }
