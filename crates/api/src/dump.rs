@@ -5,6 +5,7 @@ use serde::{Deserialize, Serialize};
 
 /// The format of a dump file.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[cfg_attr(feature = "clap", derive(clap::ValueEnum))]
 #[serde(rename_all = "snake_case")]
 pub enum DumpFormat {
     /// kdump-compressed, as makedumpfile writes it.
@@ -26,6 +27,7 @@ impl DumpFormat {
 
 /// Compression of a kdump file's pages.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[cfg_attr(feature = "clap", derive(clap::ValueEnum))]
 #[serde(rename_all = "snake_case")]
 pub enum DumpCompression {
     /// Fast and small. Needs recent tools.

@@ -33,6 +33,7 @@ pub struct CrashRequest {
 
 /// How to make a guest panic.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[cfg_attr(feature = "clap", derive(clap::ValueEnum))]
 #[serde(rename_all = "snake_case")]
 pub enum CrashMethod {
     /// Non-maskable interrupt. A Linux guest panics on it if `kernel.unknown_nmi_panic` is 1.

@@ -15,6 +15,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use rustix::fs::FallocateFlags;
+use serde::Serialize;
 
 use crate::buffer::BufferPool;
 use crate::engine::Engine;
@@ -36,12 +37,23 @@ const MIRROR_PATIENCE: Duration = Duration::from_secs(1);
 pub const FILE_PREFIX: &str = "nvram-";
 
 /// When what is written also reaches the mirror.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
 pub enum MirrorPolicy {
     /// Within a second or so; a flush does not wait for it.
     Async,
     /// A flush returns when all that was written before is durable in the mirror.
     Sync,
+}
+
+impl MirrorPolicy {
+    /// As spelled in the configuration.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Async => "async",
+            Self::Sync => "sync",
+        }
+    }
 }
 
 /// An NVRAM device as it is configured.

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use clap::{Args, ValueEnum};
+use clap::Args;
 use hearth_api::{DumpCompression, DumpFormat, DumpRequest};
 
 use super::{CliError, Context, Exit, NameArgument, WaitArgument, absolute, order};
@@ -24,10 +24,10 @@ pub struct DumpArguments {
     level: Option<u8>,
     /// Format of the dump file (default: as configured).
     #[arg(long, value_enum)]
-    format: Option<DumpFormatWord>,
+    format: Option<DumpFormat>,
     /// Compression of a kdump file's pages (default: as configured).
     #[arg(long, value_enum)]
-    compress: Option<CompressionWord>,
+    compress: Option<DumpCompression>,
     /// File to write; must not exist (default: in the dump folder).
     #[arg(long, short, value_name = "FILE")]
     output: Option<PathBuf>,
@@ -43,22 +43,6 @@ pub struct DumpArguments {
     wait: WaitArgument,
 }
 
-#[derive(Clone, Copy, Debug, ValueEnum)]
-pub enum DumpFormatWord {
-    /// kdump-compressed, as makedumpfile writes it.
-    Kdump,
-    /// ELF core, uncompressed.
-    Elf,
-}
-
-#[derive(Clone, Copy, Debug, ValueEnum)]
-pub enum CompressionWord {
-    Zstd,
-    Lzo,
-    Zlib,
-    None,
-}
-
 pub fn perform(context: &mut Context<'_>, arguments: DumpArguments) -> Result<Exit, CliError> {
     let (name, wait) = (&arguments.machine.name, !arguments.wait.no_wait);
     if arguments.resume {
@@ -70,29 +54,9 @@ pub fn perform(context: &mut Context<'_>, arguments: DumpArguments) -> Result<Ex
     let request = DumpRequest {
         pause: arguments.pause,
         level: arguments.level,
-        format: arguments.format.map(Into::into),
-        compression: arguments.compress.map(Into::into),
+        format: arguments.format,
+        compression: arguments.compress,
         output: arguments.output.map(|path| absolute(path).display().to_string()),
     };
     order::dump(context, name, &request, wait)
-}
-
-impl From<DumpFormatWord> for DumpFormat {
-    fn from(word: DumpFormatWord) -> Self {
-        match word {
-            DumpFormatWord::Kdump => Self::Kdump,
-            DumpFormatWord::Elf => Self::Elf,
-        }
-    }
-}
-
-impl From<CompressionWord> for DumpCompression {
-    fn from(word: CompressionWord) -> Self {
-        match word {
-            CompressionWord::Zstd => Self::Zstd,
-            CompressionWord::Lzo => Self::Lzo,
-            CompressionWord::Zlib => Self::Zlib,
-            CompressionWord::None => Self::None,
-        }
-    }
 }

@@ -9,7 +9,7 @@ use std::io::{self, Write};
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use clap::{Args, Parser, Subcommand, ValueEnum};
+use clap::{Args, Parser, Subcommand};
 use hearth_api::{CrashMethod, CrashRequest, RebootRequest, StopRequest};
 use hearth_disk::image::OverlayError;
 use hearth_recovery::lazy_restore::OrderError;
@@ -187,8 +187,8 @@ enum Verb {
         #[command(flatten)]
         machine: NameArgument,
         /// How to make the guest panic.
-        #[arg(long, value_enum, default_value_t = Method::Nmi)]
-        method: Method,
+        #[arg(long, value_enum, default_value_t = CrashMethod::Nmi)]
+        method: CrashMethod,
         /// Wait until the next incarnation runs.
         #[arg(long)]
         wait: bool,
@@ -364,14 +364,6 @@ struct WaitArgument {
     no_wait: bool,
 }
 
-#[derive(Clone, Copy, Debug, ValueEnum)]
-enum Method {
-    /// Non-maskable interrupt.
-    Nmi,
-    /// The key combination Alt-SysRq-C.
-    Sysrq,
-}
-
 /// Errors of all verbs.
 #[derive(Debug, thiserror::Error)]
 pub enum CliError {
@@ -535,9 +527,7 @@ fn perform(verb: Verb, json: bool, root: Option<PathBuf>, out: &mut dyn Write) -
         Verb::Stop { machine, force, wait } => {
             order::stop(context, &machine.name, StopRequest { force }, !wait.no_wait)
         }
-        Verb::Crash { machine, method, wait } => {
-            order::crash(context, &machine.name, CrashRequest { method: method.into() }, wait)
-        }
+        Verb::Crash { machine, method, wait } => order::crash(context, &machine.name, CrashRequest { method }, wait),
         Verb::Dump(arguments) => dump::perform(context, arguments),
         Verb::Rejuvenate(arguments) => rejuvenation::perform(context, arguments),
         Verb::UpgradeKeeper(arguments) => upgrade_keeper::perform(context, arguments),
@@ -560,15 +550,6 @@ fn perform(verb: Verb, json: bool, root: Option<PathBuf>, out: &mut dyn Write) -
 /// The keeper may run in another folder.
 fn absolute(path: PathBuf) -> PathBuf {
     std::path::absolute(&path).unwrap_or(path)
-}
-
-impl From<Method> for CrashMethod {
-    fn from(method: Method) -> Self {
-        match method {
-            Method::Nmi => Self::Nmi,
-            Method::Sysrq => Self::Sysrq,
-        }
-    }
 }
 
 impl Context<'_> {

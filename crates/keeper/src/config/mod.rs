@@ -11,12 +11,12 @@ use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 
 use hearth_api::{DumpCompression, DumpFormat, EmberMode};
+pub use hearth_disk::nvram::MirrorPolicy;
 use serde::Serialize;
 
 use crate::problem::Problem;
 use crate::runtime_root::RuntimeRoot;
 
-#[cfg(test)]
 #[cfg(test)]
 pub mod every_key;
 mod fields;
@@ -207,23 +207,6 @@ pub struct PmemConfig {
 pub struct NvramMirror {
     pub file: PathBuf,
     pub policy: MirrorPolicy,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "snake_case")]
-pub enum MirrorPolicy {
-    Async,
-    Sync,
-}
-
-impl MirrorPolicy {
-    /// As spelled in the configuration.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Async => "async",
-            Self::Sync => "sync",
-        }
-    }
 }
 
 /// A daily time range, which spans midnight if it ends before it begins.

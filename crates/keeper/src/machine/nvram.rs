@@ -12,11 +12,11 @@ use hearth_disk::server::{DiskOptions, DiskServer};
 
 use super::disks::Disks;
 use super::{Context, MachineError, launch};
-use crate::config::{self, Config, NvramConfig, PmemConfig};
+use crate::config::{Config, NvramConfig, PmemConfig};
 
 impl NvramConfig {
     pub fn options(&self, memory_folder: &Path) -> NvramOptions {
-        let mirror = self.mirror.as_ref().map(|mirror| (mirror.file.clone(), policy(mirror.policy)));
+        let mirror = self.mirror.as_ref().map(|mirror| (mirror.file.clone(), mirror.policy));
         NvramOptions {
             name: self.name.clone(),
             folder: memory_folder.to_owned(),
@@ -154,12 +154,5 @@ fn nvram_status(device: &NvramConfig, nvram: &Nvram, server: &DiskServer) -> Nvr
         reads: counters.reads,
         writes: counters.writes,
         flushes: counters.flushes,
-    }
-}
-
-fn policy(policy: config::MirrorPolicy) -> MirrorPolicy {
-    match policy {
-        config::MirrorPolicy::Async => MirrorPolicy::Async,
-        config::MirrorPolicy::Sync => MirrorPolicy::Sync,
     }
 }
