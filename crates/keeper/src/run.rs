@@ -99,52 +99,25 @@ fn keep(
     // All files created from here on are for this user alone, also in the runtime folder, which QEMU's user may
     // traverse.
     rustix::process::umask(Mode::RWXG | Mode::RWXO);
-    let (binary, chosen) = match &next {
-        Some(next) => find_qemu(&next.config, None, &folders)?,
-        None => find_qemu(&now.config, qemu, &folders)?,
-    };
-    if let (None, Some(binary)) = (&now.config.machine_type, &binary) {
-        now.or_machine_type(binary.newest_machine_type()?);
-    }
+    let (binary, chosen) = choose_qemu(&mut now, next.as_deref(), qemu, &folders)?;
     let Configured { config, typed } = now;
-    // A running guest keeps what it was started with.
-    let accelerator = life::living_guest(&folders.runtime).and_then(|journal| journal.qemu);
-    let accelerator = accelerator.map_or_else(|| chosen.clone(), |living| choice_of(&living));
-    tracing::info!(
-        machine = config.name,
-        qemu = binary.as_ref().map(|binary| binary.version().to_string()),
-        accelerator = accelerator.accelerator.name(),
-        why = accelerator.why,
-        "starting"
-    );
-    let event_log = EventLog::open(&config.name, &folders.runtime).map_err(RunError::EventLog)?;
-    if let Some(why) = inheritance.take_failure() {
-        event_log.record(EventKind::KeeperUpgradeFailed { why });
-    }
-    if let Some(message) = misread {
-        event_log.record(EventKind::Error { message });
-    }
+    let accelerator = accelerator_in_use(&config.name, &folders, binary.as_ref(), &chosen);
+    let event_log = open_event_log(&config.name, &folders, inheritance.take_failure(), misread)?;
     let console = Hub::start(&folders.runtime.join("console.sock"))?;
     let (tell, events) = channel();
     let last_answer = LastAnswer::default();
-    let watchdog = Watchdog::start(WatchdogContext {
-        machine: config.name.clone(),
-        runtime_folder: folders.runtime.clone(),
-        memory_folder: folders.memory.clone(),
-        event_log: event_log.clone(),
-    })
-    .map_err(RunError::Watchdog)?;
-    let shown_config = serde_json::to_value(&config).expect("a configuration is plain data");
-    let shown_config = Arc::new(Mutex::new(shown_config));
+    let watchdog = start_watchdog(&config.name, &folders, &event_log)?;
+    let shown_config = Arc::new(Mutex::new(serde_json::to_value(&config).expect("a configuration is plain data")));
     let context = Context {
         control: control(tell.clone(), last_answer.clone(), watchdog.clone()),
         events: event_log.clone(),
         config: shown_config.clone(),
     };
     let mut server = Server::start(&folders.runtime.join("api.sock"), context)?;
-    let terminated = Arc::new(AtomicBool::new(false));
-    listen_to_signals(tell.clone(), terminated.clone(), watchdog.clone())?;
+    let terminated = listen_to_signals(tell.clone(), watchdog.clone())?;
     let rehearses = restore.as_ref().and_then(|order| order.trace.as_ref()).is_some_and(|trace| trace.then_stop);
+    let (log, started) = (event_log.clone(), Instant::now());
+    let outside = Outside { event_log: log, watchdog, console, started, tell, terminated, last_answer };
     let next = Next { configured: next, accelerator: chosen, last: None };
     let context = machine::Context {
         journal: load_journal(&config, &folders, &root).map_err(MachineError::from)?,
@@ -155,15 +128,7 @@ fn keep(
         qemu: QemuChoice { binary, accelerator, locks: InheritedLocks::default(), given_up: Vec::new() },
         restore,
         rehearses,
-        outside: Outside {
-            event_log: event_log.clone(),
-            watchdog,
-            console,
-            started: Instant::now(),
-            tell,
-            terminated,
-            last_answer,
-        },
+        outside,
     };
     let ended = Machine::begin(context).and_then(|machine| {
         machine.run(&events, || {
@@ -188,6 +153,70 @@ fn keep(
             Ok(Some(successor))
         }
     }
+}
+
+/// The QEMU of the next start, and its accelerator; a guest without a machine type gets this QEMU's newest. `found`: as for
+/// `find_qemu`.
+fn choose_qemu(
+    now: &mut Configured,
+    next: Option<&Configured>,
+    found: Option<Binary>,
+    folders: &Folders,
+) -> Result<(Option<Binary>, AcceleratorChoice), RunError> {
+    let (binary, chosen) = match next {
+        Some(next) => find_qemu(&next.config, None, folders)?,
+        None => find_qemu(&now.config, found, folders)?,
+    };
+    if let (None, Some(binary)) = (&now.config.machine_type, &binary) {
+        now.or_machine_type(binary.newest_machine_type()?);
+    }
+    Ok((binary, chosen))
+}
+
+/// The accelerator of the running guest, which keeps what it was started with, or else the one chosen for the next QEMU.
+fn accelerator_in_use(
+    machine: &str,
+    folders: &Folders,
+    binary: Option<&Binary>,
+    chosen: &AcceleratorChoice,
+) -> AcceleratorChoice {
+    let living = life::living_guest(&folders.runtime).and_then(|journal| journal.qemu);
+    let accelerator = living.map_or_else(|| chosen.clone(), |living| choice_of(&living));
+    tracing::info!(
+        machine,
+        qemu = binary.map(|binary| binary.version().to_string()),
+        accelerator = accelerator.accelerator.name(),
+        why = accelerator.why,
+        "starting"
+    );
+    accelerator
+}
+
+/// Opens the event log, and records what went wrong before it was open.
+fn open_event_log(
+    machine: &str,
+    folders: &Folders,
+    failed_upgrade: Option<String>,
+    misread: Option<String>,
+) -> Result<EventLog, RunError> {
+    let event_log = EventLog::open(machine, &folders.runtime).map_err(RunError::EventLog)?;
+    if let Some(why) = failed_upgrade {
+        event_log.record(EventKind::KeeperUpgradeFailed { why });
+    }
+    if let Some(message) = misread {
+        event_log.record(EventKind::Error { message });
+    }
+    Ok(event_log)
+}
+
+fn start_watchdog(machine: &str, folders: &Folders, event_log: &EventLog) -> Result<Watchdog, RunError> {
+    Watchdog::start(WatchdogContext {
+        machine: machine.to_owned(),
+        runtime_folder: folders.runtime.clone(),
+        memory_folder: folders.memory.clone(),
+        event_log: event_log.clone(),
+    })
+    .map_err(RunError::Watchdog)
 }
 
 /// The QEMU to start, and its accelerator. If a running QEMU is taken over, none needs to be installed. `found`: the check
@@ -227,13 +256,16 @@ fn control(tell: Sender<Event>, last_answer: LastAnswer, watchdog: Watchdog) -> 
     control.or_last(last_answer)
 }
 
-fn listen_to_signals(tell: Sender<Event>, terminated: Arc<AtomicBool>, watchdog: Watchdog) -> Result<(), RunError> {
+/// Passes signals on to the loop. Returns a flag that is set when the first one arrives.
+fn listen_to_signals(tell: Sender<Event>, watchdog: Watchdog) -> Result<Arc<AtomicBool>, RunError> {
+    let terminated = Arc::new(AtomicBool::new(false));
+    let flag = terminated.clone();
     let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP]).map_err(RunError::Signals)?;
     std::thread::Builder::new()
         .name("signals".to_owned())
         .spawn(move || {
             for (nth, _) in signals.forever().enumerate() {
-                terminated.store(true, Relaxed);
+                flag.store(true, Relaxed);
                 watchdog.ordered_to_stop(nth > 0);
                 if tell.send(Event::Terminate).is_err() {
                     return;
@@ -241,5 +273,5 @@ fn listen_to_signals(tell: Sender<Event>, terminated: Arc<AtomicBool>, watchdog:
             }
         })
         .map_err(RunError::Signals)?;
-    Ok(())
+    Ok(terminated)
 }

@@ -154,6 +154,16 @@ pub fn changes() -> Vec<Changed> {
     changes
 }
 
+/// Configurations with and without this value of a key, of all files that are valid both ways.
+pub fn with_and_without(field: &Field, value: &Value) -> Vec<(Config, Config)> {
+    let tables = FILES.map(|text| toml::from_str::<Table>(text).expect("the file is TOML"));
+    let config =
+        |table: Option<Table>| configured(&toml::to_string(&table?).expect("a table")).map(|found| found.config);
+    let pairs =
+        tables.iter().map(|table| (config(with(table, field, Some(value.clone()))), config(with(table, field, None))));
+    pairs.filter_map(|(with, without)| with.zip(without)).collect()
+}
+
 /// The file with another value of the key in its section's first table, or without the key.
 fn with(table: &Table, field: &Field, value: Option<Value>) -> Option<Table> {
     let mut changed = table.clone();

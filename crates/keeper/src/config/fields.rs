@@ -208,6 +208,18 @@ impl Field {
         FIELDS.iter().filter(move |field| field.section == section)
     }
 
+    /// The default as a value of the file, unless it is a path or a text, or depends on something else.
+    #[cfg(test)]
+    pub fn default_value(&self) -> Option<Value> {
+        let word = self.default.strip_prefix('`').and_then(|text| Some(text.split_once('`')?.0));
+        match self.kind {
+            Kind::Integer { .. } => self.default.parse::<i64>().ok().map(Value::from),
+            Kind::Boolean => word?.parse::<bool>().ok().map(Value::from),
+            Kind::Size | Kind::SizeOrPercent | Kind::Time | Kind::Choice(_) => word.map(Value::from),
+            Kind::Text | Kind::Path | Kind::TextList => None,
+        }
+    }
+
     /// The type of the key's value, in words.
     pub fn takes(&self) -> String {
         match self.kind {

@@ -79,6 +79,19 @@ fn the_smallest_file_gets_every_default() {
     assert_eq!(config, expect);
 }
 
+/// The table of keys names the defaults for the page, and `meaning` applies them.
+#[test]
+fn an_explicit_default_equals_an_absent_key() {
+    let defaults = FIELDS.iter().filter_map(|field| Some((field, field.default_value()?)));
+    for (field, default) in defaults {
+        let compared = every_key::with_and_without(field, &default);
+        assert!(!compared.is_empty(), "no file can contain {} = {default}", field.key);
+        for (with, without) in compared {
+            assert_eq!(with, without, "{} = {default}", field.key);
+        }
+    }
+}
+
 #[test]
 fn headroom_needs_dump_and_recover() {
     let most_mib = |on_panic: &str| {

@@ -331,83 +331,55 @@ impl Machine {
         let event = self.hold_back(event).and_then(|event| self.defer_start_event(event));
         let Some(event) = event else { return Ok(()) };
         match event {
-            Event::Request { command, answer } => self.requested(command, &answer),
+            Event::Request { command, answer } => return self.requested(command, &answer),
             Event::Terminate => {
                 if let Err(refusal) = self.terminate() {
                     tracing::warn!(reason = refusal.message, "cannot stop");
                 }
-                Ok(())
             }
-            Event::Qmp { generation, event } if self.is_current(generation) => self.handle_qemu(event),
+            Event::Qmp { generation, event } if self.is_current(generation) => return self.handle_qemu(event),
             Event::QemuEnded { generation, how } if self.is_current(generation) => {
-                self.apply(Input::Ended { how, rehearses: self.context.rehearses })
+                return self.apply(Input::Ended { how, rehearses: self.context.rehearses });
             }
-            Event::QemuEnded { generation, .. } => {
-                self.retired(generation);
-                Ok(())
-            }
-            Event::Qmp { .. } => Ok(()),
-            Event::Launched { generation } => self.launched(generation),
-            Event::Disk { disk, notice } => {
-                Disks::handle_disk(&self.context, disk, notice);
-                Ok(())
-            }
+            Event::QemuEnded { generation, .. } => self.retired(generation),
+            Event::Launched { generation } => return self.launched(generation),
+            Event::Disk { disk, notice } => Disks::handle_disk(&self.context, disk, notice),
             Event::Readiness { incarnation, message } if incarnation == self.context.journal.incarnation => {
                 self.fast_remount.handle_readiness(&self.context, &self.warm_reboot, &self.disks, message);
-                Ok(())
             }
-            Event::Readiness { .. } => Ok(()),
-            Event::Restore { generation, message } if self.is_current(generation) => {
-                self.handle_restore(message);
-                Ok(())
-            }
-            Event::Restore { .. } => Ok(()),
-            Event::Backfill(message) => {
-                handle_backfill(&self.context, message);
-                Ok(())
-            }
+            Event::Restore { generation, message } if self.is_current(generation) => self.handle_restore(message),
+            Event::Backfill(message) => handle_backfill(&self.context, message),
             Event::Flushed { generation, check, flushed, answer } => {
                 self.flushed(generation, check, flushed, &answer);
-                Ok(())
             }
             Event::Successor { incarnation, successor, answer } => {
                 self.handle_successor(incarnation, successor, &answer);
-                Ok(())
             }
             Event::Harvested { generation, began, registers } if self.is_current(generation) => {
-                self.harvested(began, registers)
+                return self.harvested(began, registers);
             }
-            Event::Harvested { .. } => Ok(()),
-            Event::Park { generation, message } => self.handle_park(generation, message),
-            Event::ReadyToDump { generation, held, registers } => {
-                self.ready_to_dump(generation, held, registers);
-                Ok(())
-            }
+            Event::Park { generation, message } => return self.handle_park(generation, message),
+            Event::ReadyToDump { generation, held, registers } => self.ready_to_dump(generation, held, registers),
             Event::WentOn { generation, what, at, why } if self.is_current(generation) => {
                 self.note_resumed(what, at, why);
-                Ok(())
             }
-            Event::WentOn { .. } => Ok(()),
-            Event::Save { number, message } => {
-                self.handle_save(number, message);
-                Ok(())
-            }
+            Event::Save { number, message } => self.handle_save(number, message),
             Event::Thaw { generation, message } if self.is_current(generation) => {
                 self.saves.handle_thaw(&mut self.context, message);
-                Ok(())
             }
-            Event::Thaw { .. } => Ok(()),
-            Event::DiskEnded { disk, why } => Err(MachineError::DiskEnded { disk, why }),
-            Event::Dump { incarnation, message } => self.handle_dump(incarnation, message),
-            Event::Memory(message) => {
-                self.warm_reboot.handle_memory(&self.context, &mut self.recovery, message);
-                Ok(())
-            }
-            Event::Admission(message) => {
-                self.memory.handle_admission(&self.context, &self.disks, message);
-                Ok(())
-            }
+            Event::DiskEnded { disk, why } => return Err(MachineError::DiskEnded { disk, why }),
+            Event::Dump { incarnation, message } => return self.handle_dump(incarnation, message),
+            Event::Memory(message) => self.warm_reboot.handle_memory(&self.context, &mut self.recovery, message),
+            Event::Admission(message) => self.memory.handle_admission(&self.context, &self.disks, message),
+            // Messages about a QEMU or guest that has ended.
+            Event::Qmp { .. }
+            | Event::Readiness { .. }
+            | Event::Restore { .. }
+            | Event::Harvested { .. }
+            | Event::WentOn { .. }
+            | Event::Thaw { .. } => {}
         }
+        Ok(())
     }
 
     fn handle_qemu(&mut self, event: QmpEvent) -> Result<(), MachineError> {

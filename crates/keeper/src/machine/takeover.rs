@@ -16,6 +16,7 @@ use hearth_disk::arrival::MissPolicy;
 use hearth_disk::image::Unwritten;
 use hearth_disk::server::DiskServer;
 use hearth_memory::RamFile;
+use hearth_qemu::QmpError;
 use hearth_recovery::ember::EmberError;
 use hearth_recovery::hold::Hold;
 use hearth_recovery::incarnation::{Incarnation, discard_files, numbers_in, ram_path};
@@ -103,6 +104,12 @@ impl Machine {
         // Record this only now: whoever waits for this event may type into the guest.
         self.context.record(EventKind::KeeperTookOver { qemu_pid: pid, generation: number });
         self.apply_infallible(Input::Runs { guest: life });
+        self.continue_work(noted, run_state)?;
+        Ok(true)
+    }
+
+    /// Continues what the dead keeper was doing with the guest. `noted`: its note about the guest; `run_state`: QEMU's.
+    fn continue_work(&mut self, noted: GuestNote, run_state: Result<String, QmpError>) -> Result<(), MachineError> {
         if let GuestNote::PausedForDump { file } = noted {
             let why = "its keeper died; the paused guest continues: dump it again";
             let file = incomplete_path(&file).display().to_string();
@@ -123,7 +130,7 @@ impl Machine {
             Ok(_) => self.apply_infallible(Input::Paused { why: None }),
             Err(error) => tracing::warn!(%error, "QEMU does not report the guest's state"),
         }
-        Ok(true)
+        Ok(())
     }
 
     /// Gives up a QEMU that does not answer, and ends it. A cold start follows.

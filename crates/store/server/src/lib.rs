@@ -265,67 +265,91 @@ fn carry(client: TcpStream, behind: SocketAddr, state: &State) {
         let _ = end.set_nodelay(true);
     }
     let (Ok(from_client), Ok(to_server)) = (client.try_clone(), server.try_clone()) else { return };
-    // The next bytes from the client begin a request.
-    let (answered, conditional, completes) = (AtomicBool::new(true), AtomicBool::new(false), AtomicBool::new(false));
+    let exchange = Exchange::new(wire, state);
     std::thread::scope(|scope| {
-        let slow = |way: Way, bytes: u64| match wire {
-            Wire::Slow(bytes_per_s) => {
-                std::thread::sleep(Duration::from_secs_f64(bytes as f64 / bytes_per_s as f64));
-            }
-            Wire::Line { bytes_per_s, .. } => state.carry(way, bytes, bytes_per_s),
-            _ => {}
-        };
-        let (answered, conditional, completes) = (&answered, &conditional, &completes);
+        let exchange = &exchange;
         scope.spawn(move || {
-            pass(&from_client, &to_server, state, number, |bytes| {
-                if has_condition(bytes) {
-                    if wire == Wire::Unconditional {
-                        let _ = (&from_client).write_all(&refusal("501 Not Implemented"));
-                        return false;
-                    }
-                    state.begin_conditional();
-                    conditional.store(true, Relaxed);
-                }
-                if is_completion(bytes) {
-                    completes.store(true, Relaxed);
-                }
-                if answered.swap(false, Relaxed) {
-                    state.requests.fetch_add(1, Relaxed);
-                    state.asked.lock().expect("nobody panics with it").extend(range_of(bytes));
-                    if let Wire::Line { request, .. } = wire {
-                        std::thread::sleep(request);
-                    }
-                }
-                slow(Way::Up, bytes.len() as u64);
-                true
-            });
+            pass(&from_client, &to_server, state, number, |bytes| exchange.request(bytes, &from_client));
         });
         let mut passed = 0;
-        pass(&server, &client, state, number, |bytes| {
-            let is_completed = completes.swap(false, Relaxed) && bytes.starts_with(b"HTTP/1.1 200");
-            let bytes = bytes.len() as u64;
-            if !answered.swap(true, Relaxed) {
-                state.requests.fetch_sub(1, Relaxed);
-            }
-            if conditional.swap(false, Relaxed) {
-                state.end_conditional();
-            }
-            state.answer_bytes.fetch_add(bytes, Relaxed);
-            passed += bytes;
-            slow(Way::Down, bytes);
-            match wire {
-                Wire::Cut(after) => passed < after,
-                Wire::LosesCompletions => !is_completed,
-                _ => true,
-            }
-        });
+        pass(&server, &client, state, number, |bytes| exchange.answer(bytes, &mut passed));
     });
     // The connection broke before there was an answer.
-    if !answered.load(Relaxed) {
-        state.requests.fetch_sub(1, Relaxed);
+    exchange.end();
+}
+
+/// The request on a connection, and its answer.
+struct Exchange<'a> {
+    wire: Wire,
+    state: &'a State,
+    /// The next bytes from the client begin a request.
+    answered: AtomicBool,
+    conditional: AtomicBool,
+    completes: AtomicBool,
+}
+
+impl<'a> Exchange<'a> {
+    fn new(wire: Wire, state: &'a State) -> Self {
+        let (answered, conditional, completes) = (true.into(), false.into(), false.into());
+        Self { wire, state, answered, conditional, completes }
     }
-    if conditional.load(Relaxed) {
-        state.end_conditional();
+
+    /// Whether these bytes of a request are passed on.
+    fn request(&self, bytes: &[u8], mut client: &TcpStream) -> bool {
+        let state = self.state;
+        if has_condition(bytes) {
+            if self.wire == Wire::Unconditional {
+                let _ = client.write_all(&refusal("501 Not Implemented"));
+                return false;
+            }
+            state.begin_conditional();
+            self.conditional.store(true, Relaxed);
+        }
+        if is_completion(bytes) {
+            self.completes.store(true, Relaxed);
+        }
+        if self.answered.swap(false, Relaxed) {
+            state.requests.fetch_add(1, Relaxed);
+            state.asked.lock().expect("nobody panics with it").extend(range_of(bytes));
+            if let Wire::Line { request, .. } = self.wire {
+                std::thread::sleep(request);
+            }
+        }
+        self.slow(Way::Up, bytes.len() as u64);
+        true
+    }
+
+    /// Whether these bytes of an answer are passed on. `passed` counts all bytes of the connection's answers.
+    fn answer(&self, bytes: &[u8], passed: &mut u64) -> bool {
+        let is_completed = self.completes.swap(false, Relaxed) && bytes.starts_with(b"HTTP/1.1 200");
+        let bytes = bytes.len() as u64;
+        self.end();
+        self.state.answer_bytes.fetch_add(bytes, Relaxed);
+        *passed += bytes;
+        self.slow(Way::Down, bytes);
+        match self.wire {
+            Wire::Cut(after) => *passed < after,
+            Wire::LosesCompletions => !is_completed,
+            _ => true,
+        }
+    }
+
+    fn slow(&self, way: Way, bytes: u64) {
+        match self.wire {
+            Wire::Slow(bytes_per_s) => std::thread::sleep(Duration::from_secs_f64(bytes as f64 / bytes_per_s as f64)),
+            Wire::Line { bytes_per_s, .. } => self.state.carry(way, bytes, bytes_per_s),
+            _ => {}
+        }
+    }
+
+    /// The request in flight has ended, if there is one.
+    fn end(&self) {
+        if !self.answered.swap(true, Relaxed) {
+            self.state.requests.fetch_sub(1, Relaxed);
+        }
+        if self.conditional.swap(false, Relaxed) {
+            self.state.end_conditional();
+        }
     }
 }
 

@@ -79,6 +79,23 @@ fn watchdog_action(typed: WatchdogSection) -> WatchdogAction {
     }
 }
 
+fn accelerator(typed: Option<&str>) -> Wanted {
+    match typed {
+        Some("kvm") => Wanted::Kvm,
+        Some("tcg") => Wanted::Tcg,
+        _ => Wanted::Auto,
+    }
+}
+
+fn on_panic(typed: Option<&str>) -> OnPanic {
+    match typed {
+        Some("dump") => OnPanic::Dump,
+        Some("recover") => OnPanic::Recover,
+        Some("pause") => OnPanic::Pause,
+        _ => OnPanic::DumpAndRecover,
+    }
+}
+
 /// Resolves a file; none only together with problems.
 pub fn resolve(
     typed: ConfigFile,
@@ -101,12 +118,8 @@ pub fn resolve(
     let machine = name.clone().unwrap_or_default();
     let (nvram, pmem) = resolver.nvram(typed.nvram, &disks);
     if rejuvenate.is_some() && !pmem.is_empty() {
-        let hint = "remove it, or set device = \"disk\"";
-        resolver.problem(
-            "rejuvenate",
-            "does not work with persistent memory, which another QEMU cannot take over",
-            hint,
-        );
+        let message = "does not work with persistent memory, which another QEMU cannot take over";
+        resolver.problem("rejuvenate", message, "remove it, or set device = \"disk\"");
     }
     let nets = resolver.nets(typed.nets, &machine);
     resolver.must_fit(disks.len(), nvram.len() + pmem.len(), nets.len());
@@ -126,30 +139,22 @@ pub fn resolve(
         memory_bytes: memory_bytes?,
         cpus: typed.cpus.unwrap_or(1),
         cpu_model: typed.cpu_model,
-        accelerator: match typed.accelerator.as_deref() {
-            Some("kvm") => Wanted::Kvm,
-            Some("tcg") => Wanted::Tcg,
-            _ => Wanted::Auto,
-        },
+        accelerator: accelerator(typed.accelerator.as_deref()),
         machine_type: typed.machine_type,
         qemu: typed.qemu.map(|path| resolver.path(&path)),
         qemu_user: typed.qemu_user,
         ember,
-        on_panic: match typed.on_panic.as_deref() {
-            Some("dump") => OnPanic::Dump,
-            Some("recover") => OnPanic::Recover,
-            Some("pause") => OnPanic::Pause,
-            _ => OnPanic::DumpAndRecover,
-        },
+        on_panic: on_panic(typed.on_panic.as_deref()),
         crash: crash?,
         watchdog: typed.watchdog.map(watchdog_action),
         rejuvenate,
         remount: remount.flatten(),
         object_store: object_store?,
         budget_slack_bytes: budget_slack_bytes?,
-        admission: match typed.admission.as_deref() {
-            Some("always") => AdmissionMode::Always,
-            _ => AdmissionMode::Dump,
+        admission: if typed.admission.as_deref() == Some("always") {
+            AdmissionMode::Always
+        } else {
+            AdmissionMode::Dump
         },
         sandbox: typed.sandbox.unwrap_or(true),
         guest_agent,

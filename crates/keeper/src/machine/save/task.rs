@@ -16,12 +16,12 @@ use hearth_disk::pressure::Pressure;
 use hearth_memory::RamFile;
 use hearth_recovery::snapshot::LocalDisks;
 use hearth_recovery::snapshot::blocks::DiskBlocks;
-use hearth_recovery::snapshot::dedup::{candidates, compare};
+use hearth_recovery::snapshot::dedup::{Candidate, candidates, compare};
 use hearth_recovery::snapshot::pages::{Compression, PageReader, Sealed};
 use hearth_recovery::snapshot::save::{Approach, RamCopy, SaveError, Writers, pack};
 use hearth_recovery::snapshot::scan::{AccessScan, ScanPlan, Used};
 use hearth_recovery::snapshot::upload::Order;
-use hearth_recovery::snapshot::{Draft, Manifest, RamPart};
+use hearth_recovery::snapshot::{DiskPart, Draft, Manifest, RamPart};
 
 use super::Tell;
 use super::freeze::Freezer;
@@ -193,19 +193,9 @@ impl Task {
         }
         let (mut sealed, mut pages_on_disks) = (copy.finish()?, 0);
         if is_packed {
-            let plain = PageReader::open(&path)?;
-            let elsewhere = match candidates {
-                Some(candidates) => {
-                    let disks = DiskBlocks::open(&LocalDisks::complete(draft.folder()), &manifest.disks)?;
-                    compare(&candidates, &plain, &disks, &mut reporter)?
-                }
-                None => Vec::new(),
-            };
-            pages_on_disks = elsewhere.iter().map(|chunk| chunk.pages().len() as u64).sum();
             let compression = if compress { Compression::Zstd } else { Compression::None };
-            let outgoing = orders.outgoing(ram_pages);
-            sealed = pack(&plain, &draft.ram_path(), compression, &elsewhere, outgoing, &mut reporter)?;
-            draft.remove_plain_ram()?;
+            (sealed, pages_on_disks) =
+                pack_ram(&mut draft, &manifest.disks, candidates, compression, orders, &mut reporter)?;
         }
         let Sealed { bytes, pages, seal } = sealed.clone();
         manifest.ram = RamPart { bytes, pages, seal };
@@ -219,11 +209,36 @@ impl Task {
     }
 }
 
-/// Waits for the loop's next cue. The loop drops its end of the channel when it cancels the save.
-pub fn next(cues: &Receiver<SaveCommand>, progress: &Progress) -> Result<Option<Box<PausedState>>, SaveError> {
-    let cue = cues.recv();
+/// Replaces the plain copy of memory by a packed one. `candidates`: pages that may be on the disks as well. Returns the
+/// number of those that are.
+fn pack_ram(
+    draft: &mut Draft,
+    disks: &[DiskPart],
+    candidates: Option<Vec<Candidate>>,
+    compression: Compression,
+    orders: &Orders,
+    reporter: &mut Reporter<'_>,
+) -> Result<(Sealed, u64), SaveError> {
+    let plain = PageReader::open(&draft.plain_ram_path())?;
+    let elsewhere = match candidates {
+        Some(candidates) => {
+            let disks = DiskBlocks::open(&LocalDisks::complete(draft.folder()), disks)?;
+            compare(&candidates, &plain, &disks, reporter)?
+        }
+        None => Vec::new(),
+    };
+    let pages_on_disks = elsewhere.iter().map(|chunk| chunk.pages().len() as u64).sum();
+    let outgoing = orders.outgoing(plain.ram_pages());
+    let sealed = pack(&plain, &draft.ram_path(), compression, &elsewhere, outgoing, reporter)?;
+    draft.remove_plain_ram()?;
+    Ok((sealed, pages_on_disks))
+}
+
+/// Waits for the loop's next command. The loop drops its end of the channel when it cancels the save.
+pub fn next(commands: &Receiver<SaveCommand>, progress: &Progress) -> Result<Option<Box<PausedState>>, SaveError> {
+    let command = commands.recv();
     progress.must_go_on()?;
-    match cue {
+    match command {
         Ok(SaveCommand::Noted | SaveCommand::Held) => Ok(None),
         Ok(SaveCommand::PausedState(moment)) => Ok(Some(moment)),
         Err(_) => Err(SaveError::Abandoned),

@@ -42,6 +42,30 @@ pub struct Reading {
     urgency: Urgency,
 }
 
+/// Reads a file's header and trailer, and checks their magic numbers and versions.
+fn read_ends(source: &Source, path: &Path, bytes: u64) -> Result<(Vec<u8>, [u8; TRAILER_BYTES]), SnapshotError> {
+    let damaged = |what: &str| SnapshotError::damaged(path, what);
+    let read = |offset, into: &mut [u8]| source.read(path, into, offset, Urgency::Demand);
+    if bytes < (HEADER_BYTES + TRAILER_BYTES) as u64 {
+        return Err(damaged("it is too short; was it cut off?"));
+    }
+    let (mut header, mut trailer) = (vec![0; HEADER_BYTES], [0; TRAILER_BYTES]);
+    read(0, &mut header)?;
+    read(bytes - TRAILER_BYTES as u64, &mut trailer)?;
+    if &header[..8] != HEADER_MAGIC {
+        return Err(damaged("it does not begin as a file of pages does"));
+    }
+    if &trailer[..8] != TRAILER_MAGIC {
+        return Err(damaged("it does not end as a file of pages does; was it cut off?"));
+    }
+    for found in [u32_at(&header, 8), u32_at(&trailer, 8)] {
+        if !(1..=VERSION).contains(&found) {
+            return Err(SnapshotError::Version { path: path.to_owned(), found });
+        }
+    }
+    Ok((header, trailer))
+}
+
 /// Facts known of a file of pages before it is opened. A file that contradicts them is refused before it takes memory.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct PagesExpected {
@@ -69,23 +93,7 @@ impl PageReader {
             return Err(damaged(&format!("it has {bytes} bytes, and had {saved} when it was saved")));
         }
         let read = |offset, into: &mut [u8]| source.read(path, into, offset, Urgency::Demand);
-        if bytes < (HEADER_BYTES + TRAILER_BYTES) as u64 {
-            return Err(damaged("it is too short; was it cut off?"));
-        }
-        let (mut header, mut trailer) = (vec![0; HEADER_BYTES], [0; TRAILER_BYTES]);
-        read(0, &mut header)?;
-        read(bytes - TRAILER_BYTES as u64, &mut trailer)?;
-        if &header[..8] != HEADER_MAGIC {
-            return Err(damaged("it does not begin as a file of pages does"));
-        }
-        if &trailer[..8] != TRAILER_MAGIC {
-            return Err(damaged("it does not end as a file of pages does; was it cut off?"));
-        }
-        for found in [u32_at(&header, 8), u32_at(&trailer, 8)] {
-            if !(1..=VERSION).contains(&found) {
-                return Err(SnapshotError::Version { path: path.to_owned(), found });
-            }
-        }
+        let (header, trailer) = read_ends(&source, path, bytes)?;
         let (ram_pages, chunk_count) = (u64_at(&header, 16), u32_at(&trailer, 12));
         let (index_offset, page_count) = (u64_at(&trailer, 16), u64_at(&trailer, 24));
         let index_bytes = (bytes - TRAILER_BYTES as u64).saturating_sub(index_offset);
