@@ -26,6 +26,8 @@ pub enum Event {
     Qmp { generation: u32, event: QmpEvent },
     /// The job that was to start this QEMU has ended.
     Launched { generation: u32 },
+    /// QEMU has opened the ports that lead into its guest, or has said why not.
+    ForwardsOpen { generation: u32 },
     /// QEMU's process has ended. `how`: its exit code or signal, in words.
     QemuEnded { generation: u32, how: String },
     /// The thread that serves a disk has ended by itself.

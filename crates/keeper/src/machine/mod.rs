@@ -343,6 +343,7 @@ impl Machine {
             }
             Event::QemuEnded { generation, .. } => self.retired(generation),
             Event::Launched { generation } => return self.launched(generation),
+            Event::ForwardsOpen { generation } if self.is_current(generation) => self.forwards_opened(),
             Event::Disk { disk, notice } => Disks::handle_disk(&self.context, disk, notice),
             Event::Readiness { incarnation, message } if incarnation == self.context.journal.incarnation => {
                 self.fast_remount.handle_readiness(&self.context, &self.warm_reboot, &self.disks, message);
@@ -373,6 +374,7 @@ impl Machine {
             Event::Admission(message) => self.memory.handle_admission(&self.context, &self.disks, message),
             // Messages about a QEMU or guest that has ended.
             Event::Qmp { .. }
+            | Event::ForwardsOpen { .. }
             | Event::Readiness { .. }
             | Event::Restore { .. }
             | Event::Harvested { .. }

@@ -36,6 +36,8 @@ use super::state::Input;
 use super::{Context, Life, Machine, MachineError};
 use crate::config::{Config, NetBackend};
 use crate::drill::drill;
+use crate::event::Event;
+use crate::event_log::EventLog;
 use crate::folders::Folders;
 use crate::runtime_root::RuntimeRoot;
 use crate::upgrade::Successor;
@@ -82,6 +84,8 @@ enum Stage {
     FirstSteps { began: Instant, old: Box<Generation>, new: Box<Replaced> },
     /// The old QEMU ends, and with it its hold on the ports that lead into the guest.
     OldEnds { began: Instant, old: Box<Generation>, new: Box<Replaced> },
+    /// The new QEMU opens these ports.
+    Forwards { began: Instant, new: Box<Replaced> },
 }
 
 /// The QEMU that has replaced another one.
@@ -167,7 +171,7 @@ impl Rejuvenations {
     /// When something of the hop is due.
     pub fn hop_deadline(&self) -> Option<Instant> {
         match &self.hop.as_ref()?.stage {
-            Stage::Launch { .. } => None,
+            Stage::Launch { .. } | Stage::Forwards { .. } => None,
             Stage::FirstSteps { began, .. } => Some(*began + FIRST_STEPS),
             Stage::OldEnds { began, .. } => Some(*began + END_PATIENCE),
         }
@@ -210,11 +214,11 @@ fn has_forwards(config: &Config) -> bool {
 }
 
 /// Opens the forwarded ports. A successor is started without them, because the old QEMU still has them.
-fn open_forwards(context: &Context, generation: &Generation) {
-    for (net, forward) in launch::user_forwards(&context.config) {
-        if let Err(error) = generation.qmp.add_forward(&net, &forward) {
+fn open_forwards(config: &Config, log: &EventLog, qmp: &Qmp) {
+    for (net, forward) in launch::user_forwards(config) {
+        if let Err(error) = qmp.add_forward(&net, &forward) {
             let message = format!("{net}: {forward} no longer reaches the guest: {error}");
-            context.record(EventKind::Error { message });
+            log.record(EventKind::Error { message });
         }
     }
 }
@@ -445,7 +449,9 @@ impl Machine {
                 return self.replaced(progress, began, *new);
             }
             // The guest, to which its ports lead, is about to end.
-            Stage::OldEnds { began, new, .. } => return self.replaced(progress, began, *new),
+            Stage::OldEnds { began, new, .. } | Stage::Forwards { began, new } => {
+                return self.replaced(progress, began, *new);
+            }
         };
         self.context.qemu.given_up.push(job.give_up());
         progress.ended(Phase::Launch, progress.began, progress.began.elapsed());
@@ -680,11 +686,34 @@ impl Machine {
                 self.replaced(progress, began, *new);
             }
             Stage::OldEnds { began, new, .. } => {
-                if let Some(life) = self.state.guest() {
-                    open_forwards(&self.context, &life.generation);
-                }
-                self.replaced(progress, began, *new);
+                self.rejuvenation.hop = Some(HopUnderWay { progress, stage: Stage::Forwards { began, new } });
+                self.have_forwards_opened();
             }
+            Stage::Forwards { began, new } => self.replaced(progress, began, *new),
+        }
+    }
+
+    fn have_forwards_opened(&mut self) {
+        let (config, log) = (self.context.config.clone(), self.context.outside.event_log.clone());
+        let tell = self.context.outside.tell.clone();
+        let Some(life) = self.state.guest_mut() else { return };
+        let generation = life.generation.number;
+        let told = life.generation.tell(move |qmp| {
+            open_forwards(&config, &log, qmp);
+            // Fails only when the loop is gone.
+            let _ = tell.send(Event::ForwardsOpen { generation });
+        });
+        if let Err(error) = told {
+            let message = format!("ports no longer reach the guest: cannot start a thread: {error}");
+            self.context.record(EventKind::Error { message });
+            self.forwards_opened();
+        }
+    }
+
+    /// QEMU has opened the ports that lead into its guest, or could not.
+    pub(super) fn forwards_opened(&mut self) {
+        if self.rejuvenation.hop.as_ref().is_some_and(|hop| matches!(hop.stage, Stage::Forwards { .. })) {
+            self.continue_retirement();
         }
     }
 
@@ -717,7 +746,7 @@ impl Machine {
     pub(super) fn finish_hop(&self, generation: &mut Generation) {
         generation.set_stale();
         self.disks.wake(&self.context, generation);
-        open_forwards(&self.context, generation);
+        open_forwards(&self.context.config, &self.context.outside.event_log, &generation.qmp);
     }
 }
 
