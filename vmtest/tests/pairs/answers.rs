@@ -132,10 +132,14 @@ fn guest_that_crashes_during_a_park_recovers() {
 #[test]
 fn keeper_answers_during_save_and_paused_dump() {
     let bed = Bed::make();
-    let folder = |number: usize| format!(r#"{{"folder": {:?}}}"#, bed.path(&format!("save-{number}")));
-    let save = ("/v1/save", &folder as &dyn Fn(usize) -> String);
+    let folder = |number: usize| bed.path(&format!("save-{number}"));
+    let save = |number| format!(r#"{{"folder": {:?}}}"#, folder(number));
+    let save = ("/v1/save", &save as &dyn Fn(usize) -> String);
+    let scan =
+        |number| format!(r#"{{"folder": {:?}, "scan": {{"period_ms": 50, "rounds": 1}}}}"#, folder(number + STEPS_MAX));
+    let scan = ("/v1/save", &scan as &dyn Fn(usize) -> String);
     let dump = ("/v1/dump", &(|_| r#"{"pause": true}"#.to_owned()) as &dyn Fn(usize) -> String);
-    for (path, body) in [save, dump] {
+    for (path, body) in [save, scan, dump] {
         let mut keeper = bed.running();
         bed.hand.arm(None);
         assert_eq!(post(&keeper, path, &body(0)).0, 200);

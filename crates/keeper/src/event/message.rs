@@ -54,7 +54,9 @@ pub enum ReadinessMessage {
 pub enum SaveMessage {
     /// For the event log.
     Event(EventKind),
-    /// An access scan has begun.
+    /// The files of the save are made, or cannot be. It has not begun.
+    Prepared,
+    /// An access scan is about to begin.
     Scanning,
     /// The access scan has ended.
     Scanned(EventKind),

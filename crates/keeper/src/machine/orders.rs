@@ -69,7 +69,9 @@ impl Machine {
             Order::Park(request) => {
                 return self.accept("park", |machine| machine.flush_to_park(request.check, answer)).err().map(Err);
             }
-            Order::Save(request) => self.accept("save", |machine| machine.begin_save(request)),
+            Order::Save(request) => {
+                return self.accept("save", |machine| machine.begin_save(request, answer)).err().map(Err);
+            }
             Order::SaveCancel(_) => self.accept("cancel the save", Self::cancel_save_on_request),
             Order::Ready(_) => self.accept("mark the boot as finished", Self::ready_ordered),
         })

@@ -120,7 +120,7 @@ impl Machine {
             self.saves.note_frozen(&mut self.context);
             self.thaw();
         }
-        self.end_fresh_translation();
+        self.end_scan_cut_off();
         self.go_on_filling()?;
         self.go_on_with_order();
         match run_state.as_deref() {

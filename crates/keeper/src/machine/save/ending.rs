@@ -1,8 +1,9 @@
 //! How a save ends: its thread ends, or the save is cancelled. Either way the guest continues.
 //!
+//! cancelled -> the guest goes on -> the thread notices, removes the folder and ends -> (`Over`) its failure is recorded
+//!
 //! A thread whose save is cancelled notices it after each MiB. If it waits for a disk to write what it was given, that
-//! may take minutes. The guest and the machine's loop go on meanwhile, and no other save can begin until the thread has
-//! ended.
+//! may take minutes. Nobody waits for it, but no other save can begin until it has ended; a machine that stops gives it two seconds.
 
 use std::time::{Duration, Instant};
 
@@ -15,7 +16,7 @@ use super::super::state::Input;
 use super::task::Written;
 use super::{Held, Saves, Saving};
 
-/// How long a cancelled save may take to end before the loop goes on without it.
+/// How long a cancelled save may take to end before the machine stops without it.
 const CALL_OFF_PATIENCE: Duration = Duration::from_secs(2);
 const LOOK_EVERY: Duration = Duration::from_millis(1);
 
@@ -56,20 +57,22 @@ impl Machine {
         saving.progress.cancel(why);
         // It may be waiting for one.
         saving.cues.close();
-        if saving.ends_within(CALL_OFF_PATIENCE) {
-            return self.conclude_save();
-        }
         // In case it succeeds all the same.
         saving.then = SaveThen::Continue;
         let (generation, held) = (saving.generation, matches!(saving.held, Held::Since(_)));
-        tracing::warn!(why, "a cancelled save waits for its disk to finish writing");
         self.disks.stop_logging_writes();
-        self.end_fresh_translation();
         self.continue_guest_of(generation, held);
     }
 
-    /// Leaves an unfinished save behind, because the keeper ends.
+    /// Waits for a cancelled save, because the machine stops, and leaves it behind if it does not end.
     pub(in crate::machine) fn abandon_save(&mut self) {
+        if let Some(preparing) = self.saves.preparing.take() {
+            // What it made is removed with it.
+            let _ = preparing.result.recv_timeout(CALL_OFF_PATIENCE);
+        }
+        if self.saves.current.as_ref().is_some_and(|saving| saving.ends_within(CALL_OFF_PATIENCE)) {
+            return self.conclude_save();
+        }
         let Some(Saving { folder, .. }) = self.saves.current.take() else { return };
         let why = "the disk had not finished writing when the machine stopped; the incomplete folder has no manifest and may \
              be removed";
@@ -82,7 +85,7 @@ impl Machine {
         let Saving { folder, then, generation, held, progress, thread, .. } = saving;
         let written = thread.join().map_err(|_| "its thread panicked".to_owned());
         self.disks.stop_logging_writes();
-        self.end_fresh_translation();
+        self.note_scan_over();
         let folder = folder.display().to_string();
         let lives = self.is_current(generation);
         let pause = match held {

@@ -1,6 +1,7 @@
 //! Save: memory is copied while the guest runs. Then the guest is paused for a moment; the snapshot shows that moment.
 //!
 //! ```text
+//! thread   folder and files are made (the request is answered then)
 //! thread   (what the guest uses ->) all of memory -> what was written meanwhile -> ... -> little | the last of it ............ | images, manifest
 //! QEMU's thread                                                   pause -> devices -> images frozen -> go on | stop
 //! upload   (memory, as it is copied .......................................)          (images, what of memory changed, manifest)
@@ -24,14 +25,14 @@ mod upload;
 use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::mpsc::{self, Sender};
+use std::sync::mpsc::{self, Receiver, Sender};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use hearth_api::{ApiError, ErrorWord, EventKind, SaveRequest, SaveStatus, SaveThen, ScanRequest};
 use hearth_disk::server::{DiskServer, ServerError};
 use hearth_disk::write_log::WriteLog;
-use hearth_memory::PAGE_BYTES;
+use hearth_memory::{PAGE_BYTES, RamFile};
 use hearth_qemu::Accelerator;
 use hearth_recovery::journal::GuestNote;
 use hearth_recovery::snapshot::save::{SaveError, Writers, resident_pages};
@@ -42,13 +43,14 @@ use hearth_recovery::snapshot::{Draft, SnapshotError, can_share};
 use super::disks::Disks;
 use super::frozen::Frozen;
 use super::state::Input;
-use super::{Context, Life, Machine};
+use super::{Life, Machine};
 use crate::config::{Config, DiskConfig};
+use crate::control::{Answer, Reply};
 use crate::event::{Event, SaveMessage};
 use crate::object_store::{self, Staging, is_address};
 use hold::{Hold, SaveCommands};
 use progress::Progress;
-use task::{AccessTracking, Task, Written};
+use task::{AccessTracking, SaveCommand, ScannedQemu, Task, Written, end_fresh_translation};
 use upload::Upload;
 
 /// How long to wait for QEMU's state. It takes 20 ms; on a host that swaps it may take a second.
@@ -71,12 +73,34 @@ impl Tell {
 /// Saves of the machine's guests.
 #[derive(Default)]
 pub struct Saves {
+    /// A save whose files are being made.
+    preparing: Option<Preparing>,
     /// The save that is under way. It may be cancelled already.
     pub current: Option<Saving>,
     /// State of the guest's file systems, as long as the journal says that they may be frozen.
     pub frozen: Option<Frozen>,
     /// Number of saves that have begun.
     pub begun: u64,
+}
+
+/// A save whose files are being made, and which has not begun.
+struct Preparing {
+    number: u64,
+    generation: u32,
+    request: SaveRequest,
+    answer: Reply,
+    result: Receiver<Result<Prepared, ApiError>>,
+}
+
+/// The files of a save.
+struct Prepared {
+    draft: Draft,
+    targets: Vec<Target>,
+    upload: Option<Upload>,
+    /// Pages of memory to copy.
+    pages: u64,
+    /// Bytes of images to copy.
+    to_copy: u64,
 }
 
 /// A save that is under way.
@@ -121,20 +145,42 @@ impl Saving {
     }
 }
 
+/// Makes the files of a save. Their storage may be slow, or hang.
+fn prepare(config: &Config, ram: &RamFile, folder: &Path) -> Result<Prepared, ApiError> {
+    let mut upload = upload_to(config, folder)?;
+    let folder = upload.as_ref().map_or_else(|| folder.to_owned(), Upload::folder);
+    let mut draft = Draft::create(&folder).map_err(failed)?;
+    let targets = save_targets(config, &mut draft).map_err(failed)?;
+    let pages = resident_pages(ram).map_err(failed)?;
+    let to_copy = targets.iter().filter(|target| !target.shares).map(|target| allocated_bytes(&target.image)).sum();
+    if let Some(upload) = &mut upload {
+        let disks = targets.iter().map(|target| (target.disk.clone(), allocated_bytes(&target.image))).collect();
+        upload.expected = Expected { ram_bytes: pages * PAGE_BYTES, disks };
+    }
+    Ok(Prepared { draft, targets, upload, pages, to_copy })
+}
+
+fn failed(error: impl std::error::Error) -> ApiError {
+    ApiError::new(ErrorWord::Failed, crate::chain(&error))
+}
+
+fn no_thread(error: std::io::Error) -> ApiError {
+    ApiError::new(ErrorWord::Failed, format!("cannot start the save thread: {error}"))
+}
+
 /// The object store for the snapshot, if `folder` is an address.
-fn upload_to(context: &Context, folder: &Path) -> Result<Option<Upload>, ApiError> {
+fn upload_to(config: &Config, folder: &Path) -> Result<Option<Upload>, ApiError> {
     if !is_address(folder) {
         return Ok(None);
     }
-    let config = &context.config.object_store;
+    let (machine, config) = (config.name.clone(), &config.object_store);
     let store = object_store::store(folder, config).and_then(|store| store.must_be_writable().map(|()| store));
     let store = store.map_err(|error| ApiError::new(ErrorWord::BadRequest, crate::chain(&error)))?;
-    let staging = Staging::make(config, &context.config.name).map_err(|error| {
+    let staging = Staging::make(config, &machine).map_err(|error| {
         let why = format!("cannot stage a save for the object store in {}: {error}", config.folder.display());
         ApiError::new(ErrorWord::Failed, why).hint("choose another folder with `folder` in [object_store]")
     })?;
-    let (machine, expected) = (context.config.name.clone(), Expected::default());
-    Ok(Some(Upload { staging, store, machine, expected }))
+    Ok(Some(Upload { staging, store, machine, expected: Expected::default() }))
 }
 
 fn save_targets(config: &Config, draft: &mut Draft) -> Result<Vec<Target>, SnapshotError> {
@@ -175,11 +221,15 @@ impl Disks {
             |userfault| AccessScan::begin(userfault, &life.incarnation.ram, log).map_err(|error| crate::chain(&error));
         let begun = life.generation.userfault().map_err(str::to_owned).and_then(begin);
         let plan = ScanPlan { period: Duration::from_millis(plan.period_ms), rounds: plan.rounds };
-        begun.map(|scan| AccessTracking::Uses(scan, plan)).map_err(|why| {
-            self.stop_logging_writes();
-            let hint = "save without --scan; `hearth rehearse` can record a working set later";
-            ApiError::new(ErrorWord::WrongState, format!("cannot scan which pages the guest uses: {why}")).hint(hint)
-        })
+        let emulates = emulates(life);
+        begun
+            .map(|scan| AccessTracking::Uses(scan, plan, ScannedQemu { qmp: life.generation.qmp.clone(), emulates }))
+            .map_err(|why| {
+                self.stop_logging_writes();
+                let hint = "save without --scan; `hearth rehearse` can record a working set later";
+                ApiError::new(ErrorWord::WrongState, format!("cannot scan which pages the guest uses: {why}"))
+                    .hint(hint)
+            })
     }
 
     pub(super) fn log_disk_writes(&self, log: Option<&Arc<WriteLog>>) -> Result<(), ServerError> {
@@ -202,15 +252,48 @@ impl Disks {
 }
 
 impl Machine {
-    pub(super) fn begin_save(&mut self, request: SaveRequest) -> Result<(), ApiError> {
+    /// Has a thread make the save's files; `save_prepared` goes on, and answers.
+    pub(super) fn begin_save(&mut self, request: SaveRequest, answer: &Reply) -> Result<(), ApiError> {
         self.must_be_savable(&request)?;
         let Some(life) = self.state.guest() else { return Ok(()) };
-        let failed = |error: &dyn std::error::Error| ApiError::new(ErrorWord::Failed, crate::chain(error));
-        let mut upload = upload_to(&self.context, &request.folder)?;
-        let folder = upload.as_ref().map_or_else(|| request.folder.clone(), Upload::folder);
-        let mut draft = Draft::create(&folder).map_err(|error| failed(&error))?;
-        let targets = save_targets(&self.context.config, &mut draft).map_err(|error| failed(&error))?;
-        let log = self.disks.log_disks(life).map_err(|error| failed(&error))?;
+        self.saves.begun += 1;
+        let (number, generation) = (self.saves.begun, life.generation.number);
+        let tell = Tell { tell: self.context.outside.tell.clone(), number };
+        let (config, ram, folder) = (self.context.config.clone(), life.incarnation.ram.clone(), request.folder.clone());
+        let (done, result) = mpsc::channel();
+        let work = move || {
+            // If the machine has stopped meanwhile nobody takes the files, and they are removed here.
+            let _ = done.send(prepare(&config, &ram, &folder));
+            tell.say(SaveMessage::Prepared);
+        };
+        std::thread::Builder::new()
+            .name(format!("save-{}", self.context.config.name))
+            .spawn(work)
+            .map_err(no_thread)?;
+        self.saves.preparing = Some(Preparing { number, generation, request, answer: answer.clone(), result });
+        Ok(())
+    }
+
+    /// The save's files are made, or cannot be.
+    fn save_prepared(&mut self, number: u64) {
+        let Some(preparing) = self.saves.preparing.take_if(|preparing| preparing.number == number) else { return };
+        let Preparing { generation, request, answer, result, .. } = preparing;
+        let prepared = result.recv().expect("its thread sends this first");
+        let begun = prepared.and_then(|prepared| {
+            self.must_be_savable(&request)?;
+            if !self.is_current(generation) {
+                return Err(self.wrong_state("save"));
+            }
+            self.begin_prepared(number, request, prepared)
+        });
+        // The asker may have hung up.
+        let _ = answer.send(begun.map(|()| Answer::Accepted));
+    }
+
+    fn begin_prepared(&mut self, number: u64, request: SaveRequest, prepared: Prepared) -> Result<(), ApiError> {
+        let Some(life) = self.state.guest() else { return Ok(()) };
+        let Prepared { draft, targets, upload, pages, to_copy } = prepared;
+        let log = self.disks.log_disks(life).map_err(failed)?;
         let (sight, held_why) = match (request.scan, log) {
             (Some(plan), log) => (self.disks.begin_scan(life, plan, log)?, None),
             (None, log) => match self.disks.watch_writers(life, log) {
@@ -219,16 +302,9 @@ impl Machine {
             },
         };
         let folder = request.folder.display().to_string();
-        let pages = resident_pages(&life.incarnation.ram).map_err(|error| failed(&error))?;
-        let to_copy = targets.iter().filter(|target| !target.shares).map(|target| allocated_bytes(&target.image)).sum();
-        let to_upload = upload.as_mut().map_or(0, |upload| {
-            let disks = targets.iter().map(|target| (target.disk.clone(), allocated_bytes(&target.image))).collect();
-            upload.expected = Expected { ram_bytes: pages * PAGE_BYTES, disks };
-            upload.expected.bytes()
-        });
+        let to_upload = upload.as_ref().map_or(0, |upload| upload.expected.bytes());
         let progress = Arc::new(Progress::begin(folder.clone(), pages, to_copy, to_upload));
-        self.saves.begun += 1;
-        let tell = Tell { tell: self.context.outside.tell.clone(), number: self.saves.begun };
+        let tell = Tell { tell: self.context.outside.tell.clone(), number };
         let (cues, heard) = mpsc::channel();
         let task = Task {
             draft,
@@ -252,9 +328,9 @@ impl Machine {
         let thread = std::thread::Builder::new().name(format!("save-{}", self.context.config.name)).spawn(work);
         let thread = thread.map_err(|error| {
             self.disks.stop_logging_writes();
-            ApiError::new(ErrorWord::Failed, format!("cannot start the save thread: {error}"))
+            no_thread(error)
         })?;
-        let (number, then, held) = (self.saves.begun, request.then, Held::NotYet);
+        let (then, held) = (request.then, Held::NotYet);
         let folder_path = request.folder;
         self.saves.current = Some(Saving {
             number,
@@ -272,6 +348,9 @@ impl Machine {
     }
 
     pub(super) fn handle_save(&mut self, number: u64, message: SaveMessage) {
+        if let SaveMessage::Prepared = message {
+            return self.save_prepared(number);
+        }
         if self.saves.current.as_ref().is_none_or(|saving| saving.number != number) {
             return;
         }
@@ -280,12 +359,9 @@ impl Machine {
             SaveMessage::Over => self.conclude_save(),
             SaveMessage::Event(event) => self.context.record(event),
             _ if is_cancelled => {}
-            SaveMessage::Scanning => {
-                self.set_fresh_translation();
-                self.announce_as_restored();
-            }
+            SaveMessage::Scanning => self.note_scanning(),
             SaveMessage::Scanned(event) => {
-                self.end_fresh_translation();
+                self.note_scan_over();
                 self.context.record(event);
             }
             SaveMessage::Freezing => self.note_freezing(),
@@ -296,7 +372,7 @@ impl Machine {
                     *since = at;
                 }
             }
-            SaveMessage::Held(Ok(())) => {}
+            SaveMessage::Prepared | SaveMessage::Held(Ok(())) => {}
             SaveMessage::Held(Err(why)) => self.cancel_save(&why),
             SaveMessage::Taken => {
                 self.disks.stop_logging_writes();
@@ -307,40 +383,36 @@ impl Machine {
         }
     }
 
-    /// Makes QEMU translate emulated code again: code that is already translated is not read again, so a scan would
-    /// miss it.
-    fn set_fresh_translation(&mut self) {
-        let Some(generation) = self.state.guest().map(|life| &life.generation) else { return };
-        if generation.identity().accelerator != Accelerator::Tcg.name() {
+    /// Notes that QEMU is about to translate its code again: if this keeper dies, the next one ends that.
+    fn note_scanning(&mut self) {
+        if !self.may_go_on_saving() {
             return;
         }
-        self.context.journal.guest = GuestNote::Scanned;
-        self.context.save_journal();
-        let told = self.state.guest().map(|life| life.generation.qmp.set_fresh_translation(true));
-        if let Some(Err(error)) = told {
-            tracing::warn!(%error, "the scan misses code that QEMU translated earlier");
+        if self.state.guest().is_some_and(emulates) {
+            self.context.journal.guest = GuestNote::Scanned;
+            self.context.save_journal();
+        }
+        if let Some(saving) = &self.saves.current {
+            saving.cues.give(SaveCommand::Noted);
         }
     }
 
-    /// Makes the guest announce itself on its networks, as after a restore. This wakes whatever watches its links, and
-    /// the scan sees the pages that they use.
-    fn announce_as_restored(&self) {
-        if let Some(Err(error)) = self.state.guest().map(|life| life.generation.qmp.announce()) {
-            tracing::warn!(%error, "the scan misses pages that a guest uses to announce itself");
+    /// Ends the scan of a dead keeper, if there was one.
+    pub(super) fn end_scan_cut_off(&mut self) {
+        if self.context.journal.guest == GuestNote::Scanned
+            && let Some(life) = self.state.guest()
+        {
+            end_fresh_translation(&life.generation.qmp);
         }
+        self.note_scan_over();
     }
 
-    /// Ends the mode set by `set_fresh_translation`, if it is on.
-    pub(super) fn end_fresh_translation(&mut self) {
-        if self.context.journal.guest != GuestNote::Scanned {
-            return;
+    /// QEMU translates as usual, or has ended.
+    fn note_scan_over(&mut self) {
+        if self.context.journal.guest == GuestNote::Scanned {
+            self.context.journal.guest = GuestNote::Runs;
+            self.context.save_journal();
         }
-        self.context.journal.guest = GuestNote::Runs;
-        let told = self.state.guest().map(|life| life.generation.qmp.set_fresh_translation(false));
-        if let Some(Err(error)) = told {
-            tracing::warn!(%error, "cannot restore QEMU's translation mode; the guest runs slower until the next QEMU");
-        }
-        self.context.save_journal();
     }
 
     /// Whether the save can go on. If not, it is cancelled.
@@ -379,6 +451,10 @@ impl Machine {
             self.cancel_save(&format!("cannot start a thread: {error}"));
         }
     }
+}
+
+fn emulates(life: &Life) -> bool {
+    life.generation.identity().accelerator == Accelerator::Tcg.name()
 }
 
 /// Bytes that an image occupies on its disk: holes are not copied.

@@ -32,7 +32,7 @@ impl Machine {
             let why = "cannot save: a cancelled save still waits for its disk to finish writing";
             return refuse(why, "`hearth status` shows it until it has ended; check the disk it was writing to");
         }
-        if self.saves.current.is_some() {
+        if self.saves.current.is_some() || self.saves.preparing.is_some() {
             return refuse("cannot save: another save is running", "`hearth status` shows its progress");
         }
         if !self.state.is_undisturbed() {

@@ -14,6 +14,7 @@ use hearth_disk::image::FrozenImage;
 use hearth_disk::ledger::Ledger;
 use hearth_disk::pressure::Pressure;
 use hearth_memory::RamFile;
+use hearth_qemu::{Qmp, QmpError};
 use hearth_recovery::snapshot::LocalDisks;
 use hearth_recovery::snapshot::blocks::DiskBlocks;
 use hearth_recovery::snapshot::dedup::{Candidate, candidates, compare};
@@ -31,7 +32,7 @@ use crate::event::SaveMessage;
 
 /// Message from the loop to the thread.
 pub enum SaveCommand {
-    /// The journal says that file systems may be frozen.
+    /// The journal says that file systems may be frozen, or that the guest is scanned.
     Noted,
     /// The guest is paused.
     Held,
@@ -84,24 +85,72 @@ pub struct Task {
 /// How accesses to the guest's memory are observed.
 pub enum AccessTracking {
     /// First all accesses, then writes.
-    Uses(AccessScan, ScanPlan),
+    Uses(AccessScan, ScanPlan, ScannedQemu),
     Writes(Writers),
     /// Not at all: the guest is paused from the beginning.
     Nothing,
 }
 
+/// The QEMU of a guest that is scanned.
+pub struct ScannedQemu {
+    pub qmp: Arc<Qmp>,
+    pub emulates: bool,
+}
+
+impl ScannedQemu {
+    /// Makes QEMU translate emulated code again: code that is already translated is not read
+    /// again, so the scan would miss it. Makes the guest announce itself on its networks, as after a restore: this wakes whatever
+    /// watches its links, and the scan sees the pages that they use. Both come after the scan has begun to look.
+    fn prepare(&self) {
+        if self.emulates
+            && let Err(error) = self.qmp.set_fresh_translation(true)
+        {
+            tracing::warn!(%error, "the scan misses code that QEMU translated earlier");
+        }
+        if let Err(error) = self.qmp.announce() {
+            tracing::warn!(%error, "the scan misses pages that a guest uses to announce itself");
+        }
+    }
+}
+
+/// Ends what `ScannedQemu::prepare` began.
+pub fn end_fresh_translation(qmp: &Qmp) {
+    match qmp.set_fresh_translation(false) {
+        Ok(()) | Err(QmpError::Ended) => {}
+        Err(error) => {
+            tracing::warn!(%error, "cannot restore QEMU's translation mode; the guest runs slower until the next QEMU");
+        }
+    }
+}
+
 impl AccessTracking {
     /// Scans, if requested. Returns the pages that were used, and the watch on writes from now on, if writes can be
     /// watched.
-    fn scan(self, tell: &Tell, reporter: &Reporter<'_>) -> Result<(Option<Used>, Option<Writers>), SaveError> {
-        let (scan, plan) = match self {
-            Self::Uses(scan, plan) => (scan, plan),
+    fn scan(
+        self,
+        cues: &Receiver<SaveCommand>,
+        progress: &Progress,
+        tell: &Tell,
+        reporter: &Reporter<'_>,
+    ) -> Result<(Option<Used>, Option<Writers>), SaveError> {
+        let (scan, plan, qemu) = match self {
+            Self::Uses(scan, plan, qemu) => (scan, plan, qemu),
             Self::Writes(writers) => return Ok((None, Some(writers))),
             Self::Nothing => return Ok((None, None)),
         };
         let (began, rounds) = (Instant::now(), plan.rounds);
         tell.say(SaveMessage::Scanning);
-        let used = scan.run(plan, |rounds_done, period| reporter.scan(ScanStatus { rounds, rounds_done }, period))?;
+        next(cues, progress)?;
+        let used = scan.run(plan, |rounds_done, period| {
+            if rounds_done == 0 {
+                qemu.prepare();
+            }
+            reporter.scan(ScanStatus { rounds, rounds_done }, period)
+        });
+        if qemu.emulates {
+            end_fresh_translation(&qemu.qmp);
+        }
+        let used = used?;
         tell.say(SaveMessage::Scanned(EventKind::SaveScanned {
             folder: reporter.folder().to_owned(),
             pages: used.count(),
@@ -143,7 +192,7 @@ impl Task {
         if let Some(freezer) = &freezer {
             freezer.must_be_answered(&progress)?;
         }
-        let (mut used, writers) = sight.scan(&tell, &reporter)?;
+        let (mut used, writers) = sight.scan(&cues, &progress, &tell, &reporter)?;
         reporter.begin_copy();
         let is_packed = compress || dedup.is_some();
         let path = if is_packed { draft.plain_ram_path() } else { draft.ram_path() };
