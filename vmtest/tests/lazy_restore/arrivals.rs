@@ -13,11 +13,11 @@ use super::SEED;
 use super::object_store::{Stand, address};
 
 const MIB: u64 = 1 << 20;
-const FILE_MIB: u64 = 64;
+const FILE_MIB: u64 = 32;
 
 /// A machine with a file on its disk that is in no memory, and its nonce. [`save`] saves it to the store and ends it.
 fn saved(stand: &Stand, name: &str, disks: impl IntoIterator<Item = Disk>) -> Result<(TestVm, String)> {
-    let mut builder = TestVm::busybox(name).disk(Disk::ext4(128));
+    let mut builder = TestVm::busybox(name).disk(Disk::ext4(64));
     for disk in disks {
         builder = builder.disk(disk);
     }
@@ -113,11 +113,11 @@ fn disks_of(clone: &TestVm) -> Vec<(String, Vec<u8>)> {
 fn guest_reads_saved_disks_while_they_arrive() -> Result<()> {
     let stand = Stand::new();
     let image = stand.path("second.qcow2");
-    let made = Command::new("qemu-img").args(["create", "-q", "-f", "qcow2", &image, "64M"]).status();
+    let made = Command::new("qemu-img").args(["create", "-q", "-f", "qcow2", &image, "32M"]).status();
     assert!(made.expect("qemu-img is installed").success());
     let second = Disk::in_place(Path::new(&image)).setting("format", "qcow2").setting("name", "second");
     let (vm, nonce) = saved(&stand, "early", [second])?;
-    vm.sh("dd if=/dev/urandom of=/dev/vdb bs=1M count=24 conv=fsync 2>&1")?;
+    vm.sh("dd if=/dev/urandom of=/dev/vdb bs=1M count=12 conv=fsync 2>&1")?;
     let sum = |vm: &TestVm| vm.sh_within("probe drop-caches; md5sum </dev/vdb", patience(60));
     let expected = sum(&vm)?;
     save(&vm)?;
