@@ -175,8 +175,8 @@ fn lint() -> Result<(), Box<dyn Error>> {
 }
 
 fn test(filter: &[String]) -> Result<suite::Report, Box<dyn Error>> {
-    set_up_beside(make_test_images, || ())?;
-    Ok(suite::run(filter, None)?)
+    let built = set_up_beside(make_test_images, suite::build)??;
+    Ok(suite::run(&built, filter, None)?)
 }
 
 fn test_vmcore(filter: &[String]) -> Outcome {
@@ -214,11 +214,11 @@ fn reported(report: &suite::Report) -> ExitCode {
 
 /// Runs tests even if lints fail, so that one run shows everything that is wrong.
 fn ci() -> Outcome {
-    let linted = set_up_beside(make_ci_images, lint)?;
+    let (linted, built) = set_up_beside(make_ci_images, || (lint(), suite::build()))?;
     if let Err(error) = &linted {
         eprintln!("error: {}", chain(error.as_ref()));
     }
-    let code = reported(&suite::run(&[], Some(("nested", "outside")))?);
+    let code = reported(&suite::run(&built?, &[], Some(("nested", "outside")))?);
     Ok(if linted.is_ok() { code } else { ExitCode::FAILURE })
 }
 

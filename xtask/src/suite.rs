@@ -17,6 +17,7 @@ use std::time::Duration;
 
 use crate::shell::ShellError;
 use crate::{cargo, paths};
+use binaries::Binary;
 use jobs::{AtOnce, Job};
 
 /// Environment variable with the path of a file that a test writes and the bench reads.
@@ -118,10 +119,15 @@ const LONG: [&str; 24] = [
 /// Ignored tests of a `vmtest` binary: its name, and a word in the names of the tests.
 pub type Ignored = (&'static str, &'static str);
 
-/// Runs the tests of the workspace whose names contain one of these words, or all without words, and some ignored tests.
-pub fn run(filter: &[String], ignored: Option<Ignored>) -> Result<Report, ShellError> {
+/// Builds all test binaries of the workspace, and the programs that they run.
+pub fn build() -> Result<Vec<Binary>, ShellError> {
+    binaries::build(&[])
+}
+
+/// Runs the tests of these binaries whose names contain one of these words, or all without words, and some ignored tests.
+pub fn run(binaries: &[Binary], filter: &[String], ignored: Option<Ignored>) -> Result<Report, ShellError> {
     let mut jobs = vec![(0, examples(filter))];
-    for binary in binaries::build(&[])? {
+    for binary in binaries {
         jobs.extend(binary.jobs(filter)?.into_iter().enumerate());
         if let Some((_, word)) = ignored.filter(|(name, _)| *name == binary.name) {
             jobs.extend(binary.ignored_jobs(&[word.to_owned()])?.into_iter().enumerate());
