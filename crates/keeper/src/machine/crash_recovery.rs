@@ -21,7 +21,7 @@ use hearth_recovery::vmcore::dump::incomplete_path;
 use super::crash_loop::Crashes;
 use super::dump::{Job, NoThread, Order, Task};
 use super::dumps::{Dumps, Request, dead_ram, dump_folder};
-use super::gate::GuestMemory;
+use super::lazy_restore::LazyRestore;
 use super::state::Input;
 use super::{Context, Machine, MachineError};
 use crate::config::OnPanic;
@@ -109,8 +109,8 @@ fn note_of(context: &Context, incarnation: u32) -> Option<&DumpNote> {
 }
 
 /// Whether a guest can be dumped at all. A full disk may be freed later; a folder that cannot be used stays unusable.
-fn can_dump(context: &Context, memory: &GuestMemory) -> bool {
-    if !memory.is_complete() {
+fn can_dump(context: &Context, restore: &LazyRestore) -> bool {
+    if !restore.is_complete() {
         let why = "its memory was still being loaded from the snapshot".to_owned();
         context.record(EventKind::DumpSkipped { why });
         return false;
@@ -134,7 +134,7 @@ impl Machine {
 
     /// Has a thread read what only a living QEMU can tell; `harvested` follows. If QEMU hangs or lies, only the registers are lost.
     pub(super) fn harvest(&mut self) -> Result<(), MachineError> {
-        if !can_dump(&self.context, &self.memory) {
+        if !can_dump(&self.context, &self.lazy_restore) {
             return self.apply(Input::Harvested);
         }
         let Some(life) = self.state.guest() else { return Ok(()) };
@@ -172,7 +172,7 @@ impl Machine {
     pub(super) fn note_death(&mut self, dead: &Incarnation, cause: EndCause) {
         if cause == EndCause::QemuDied
             && self.context.config.on_panic == OnPanic::DumpAndRecover
-            && can_dump(&self.context, &self.memory)
+            && can_dump(&self.context, &self.lazy_restore)
         {
             CrashRecovery::note_dump(&mut self.context, dead.number);
         }

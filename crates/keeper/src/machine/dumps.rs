@@ -284,7 +284,7 @@ impl Machine {
             return Err(ApiError::new(ErrorWord::WrongState, message)
                 .hint("wait until it has ended, or cancel it with `hearth save --cancel`"));
         }
-        self.memory.must_be_complete("dump")?;
+        self.lazy_restore.must_be_complete("dump")?;
         self.must_run("dump")?;
         let runs = self.state.shown() == MachineState::Running;
         let number = self.must_live("dump")?.incarnation.number;

@@ -12,7 +12,7 @@ use std::sync::mpsc::Sender;
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use hearth_api::{AdmissionStatus, ApiError, ErrorWord, EventKind, RestoreStatus};
+use hearth_api::{AdmissionStatus, EventKind};
 use hearth_disk::gate::Gate;
 use hearth_memory::faults::Userfault;
 use hearth_memory::faults::admission::{AdmissionError, is_registered};
@@ -23,7 +23,6 @@ use hearth_recovery::journal::QemuIdentity;
 use super::Context;
 use super::disks::Disks;
 use super::generation::Generation;
-use super::lazy_restore::Restoring;
 use super::warm_reboot::WarmReboot;
 use crate::event::{AdmissionMessage, Event};
 
@@ -107,15 +106,12 @@ fn serve(admission: &Admission, tell: &dyn Fn(AdmissionMessage)) {
     }
 }
 
-/// How the guest gets its memory. Both fields may be set before this keeper has the guest's QEMU.
+/// How the guest gets its memory within the budget. A guest that is restored gets it from its snapshot (`LazyRestore`) and
+/// has no gate.
 #[derive(Default)]
 pub struct GuestMemory {
-    /// Gate to the memory of the living QEMU, while memory is granted unit by unit.
+    /// Gate to the memory of the living QEMU, while memory is granted unit by unit. May be set before this keeper has that QEMU.
     pub gate: Option<MemoryGate>,
-    /// Restore of the living incarnation from a snapshot.
-    pub restoring: Option<Restoring>,
-    /// A restore ended before its guest ran, because the machine was told to stop.
-    pub restore_was_cancelled: bool,
 }
 
 impl GuestMemory {
@@ -177,8 +173,7 @@ impl GuestMemory {
 
     /// The gate that disks must use now before they touch the guest's memory.
     pub fn disk_gate(&self) -> Option<Gate> {
-        let restored = self.restoring.as_ref().and_then(Restoring::gate);
-        restored.or_else(|| self.gate.as_ref().filter(|gate| gate.is_shut()).map(|gate| gate.admission().gate()))
+        self.gate.as_ref().filter(|gate| gate.is_shut()).map(|gate| gate.admission().gate())
     }
 
     /// Whether all of the guest's memory is granted. If only the ember prevents that, the ember is given up.
@@ -195,16 +190,10 @@ impl GuestMemory {
         })
     }
 
-    /// Ends what gave memory to a QEMU that has ended: its gate and its restore.
-    pub fn end(&mut self, context: &mut Context, warm: &WarmReboot, disks: &Disks) {
-        let (gate, restoring) = (self.gate.take(), self.restoring.take());
-        if gate.is_some() {
+    /// Removes the gate of a QEMU that has ended.
+    pub fn end(&mut self, warm: &WarmReboot, disks: &Disks) {
+        if self.gate.take().is_some() {
             warm.monitor.consider(None);
-        }
-        if restoring.is_some() {
-            context.journal.restore = None;
-        }
-        if gate.is_some() || restoring.is_some() {
             disks.set_gate(None);
         }
     }
@@ -220,31 +209,10 @@ impl GuestMemory {
         }
     }
 
-    /// Whether all of the guest's memory was loaded from its snapshot.
-    pub fn is_complete(&self) -> bool {
-        self.restoring.as_ref().is_none_or(Restoring::is_complete)
-    }
-
-    /// Refuses while memory is missing. Whatever reads a guest's memory, or moves it to another QEMU, needs all of it.
-    pub fn must_be_complete(&self, what: &str) -> Result<(), ApiError> {
-        if self.is_complete() {
-            return Ok(());
-        }
-        let message = format!("cannot {what}: the guest's memory is still being loaded from its snapshot");
-        Err(ApiError::new(ErrorWord::WrongState, message).hint("`hearth status` shows how much is missing"))
-    }
-
-    pub fn restore_status(&self) -> Option<RestoreStatus> {
-        self.restoring.as_ref().map(Restoring::status)
-    }
-
     /// Leaves the guest's memory to the next keeper.
     pub fn leave(self) {
         if let Some(gate) = self.gate {
             gate.leave();
-        }
-        if let Some(restoring) = self.restoring {
-            restoring.leave();
         }
     }
 }

@@ -22,8 +22,9 @@ use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::mpsc::Sender;
 use std::time::{Duration, Instant};
 
-use hearth_api::{EventKind, RestoreStatus};
+use hearth_api::{ApiError, ErrorWord, EventKind, RestoreStatus};
 use hearth_disk::arrival::MissPolicy;
+use hearth_disk::gate::Gate;
 use hearth_disk::image::Unwritten;
 use hearth_memory::faults::Userfault;
 use hearth_memory::faults::admission::AdmissionError;
@@ -41,6 +42,8 @@ pub use restoring::Restoring;
 use trace::note_first_touches;
 pub use trace::{Probe, Trace};
 
+use super::context::Context;
+use super::disks::Disks;
 use super::generation::{Devices, Generation, Plan};
 use super::launch_job::LaunchControl;
 use super::start::{self, Activity};
@@ -71,6 +74,10 @@ struct RestoreReporter {
 }
 
 impl RestoreReporter {
+    fn of(context: &Context, generation: u32) -> Self {
+        Self { tell: context.outside.tell.clone(), generation }
+    }
+
     fn say(&self, message: RestoreMessage) {
         // Fails only when the loop has ended; then nobody needs the message.
         let _ = self.tell.send(Event::Restore { generation: self.generation, message });
@@ -84,14 +91,23 @@ impl RestoreReporter {
     }
 }
 
-impl Machine {
+/// The restore of the living incarnation from a snapshot.
+#[derive(Default)]
+pub struct LazyRestore {
+    /// May be set before this keeper has the guest's QEMU.
+    restoring: Option<Restoring>,
+    /// A restore ended before its guest ran, because the machine was told to stop.
+    pub was_cancelled: bool,
+}
+
+impl LazyRestore {
     /// The restore order of this keeper, or of an earlier one that died before the guest ran.
-    pub(super) fn order_to_restore(&mut self) -> Result<Option<RestoreOrder>, MachineError> {
-        let left = self.context.journal.restore.take();
-        if let Some(order) = self.context.restore.take() {
+    pub fn order(context: &mut Context) -> Result<Option<RestoreOrder>, MachineError> {
+        let left = context.journal.restore.take();
+        if let Some(order) = context.restore.take() {
             return Ok(Some(order));
         }
-        let config = &self.context.config;
+        let config = &context.config;
         let Some(noted) = Order::load(&config.file)? else {
             if let Some(RestoreNote { snapshot, begun: false, .. }) = left {
                 let snapshot = snapshot.display();
@@ -99,7 +115,7 @@ impl Machine {
                     "an earlier Hearth began to restore {snapshot} under this name without recording its \
                      configuration; the machine boots instead"
                 );
-                self.context.record(EventKind::Error { message });
+                context.record(EventKind::Error { message });
             }
             return Ok(None);
         };
@@ -107,13 +123,189 @@ impl Machine {
         if let Some(why) = noted.void_for(&config.file, &disks) {
             let order = Order::path(&config.file);
             let message = format!("{} is not valid for this machine, which boots instead: {why}", order.display());
-            self.context.record(EventKind::Error { message });
+            context.record(EventKind::Error { message });
             return Ok(None);
         }
         let Order { snapshot, seal, mode, .. } = noted;
         Ok(Some(RestoreOrder { snapshot, seal: Some(seal), mode, trace: None }))
     }
 
+    /// The gate that disks must use before they touch the guest's memory, while some is missing.
+    pub fn gate(&self) -> Option<Gate> {
+        self.restoring.as_ref().and_then(Restoring::gate)
+    }
+
+    /// Whether all of the guest's memory was loaded from its snapshot.
+    pub fn is_complete(&self) -> bool {
+        self.restoring.as_ref().is_none_or(Restoring::is_complete)
+    }
+
+    /// Refuses while memory is missing. Whatever reads a guest's memory, or moves it to another QEMU, needs all of it.
+    pub fn must_be_complete(&self, what: &str) -> Result<(), ApiError> {
+        if self.is_complete() {
+            return Ok(());
+        }
+        let message = format!("cannot {what}: the guest's memory is still being loaded from its snapshot");
+        Err(ApiError::new(ErrorWord::WrongState, message).hint("`hearth status` shows how much is missing"))
+    }
+
+    pub fn status(&self) -> Option<RestoreStatus> {
+        self.restoring.as_ref().map(Restoring::status)
+    }
+
+    /// Names a missing page as the cause of a failure. QEMU itself waits for pages while it loads or starts a guest,
+    /// and does not answer then.
+    fn with_damage(&self, failure: RestoreFailure) -> RestoreFailure {
+        match self.unreadable() {
+            what if what.is_empty() => failure,
+            what if matches!(failure, RestoreFailure::Damaged { .. }) => RestoreFailure::Damaged { what, source: None },
+            what => RestoreFailure::Damaged { what, source: Some(Box::new(failure)) },
+        }
+    }
+
+    /// Why pages cannot be loaded now. Empty if they can.
+    fn unreadable(&self) -> String {
+        self.status().map(|status| status.waits.join("; ")).unwrap_or_default()
+    }
+
+    fn register(
+        &mut self,
+        context: &Context,
+        disks: &Disks,
+        arriving: &Arriving,
+        generation: &Generation,
+        is_over: Arc<AtomicBool>,
+    ) -> Result<(), RestoreFailure> {
+        let Arriving { order, snapshot, incarnation, began } = arriving;
+        let lazy = match order.mode {
+            Mode::Eager => None,
+            Mode::Lazy | Mode::WorkingSet => {
+                let userfault =
+                    generation.userfault().map_err(|why| RestoreFailure::Userfault { why: why.to_owned() })?;
+                let teller = RestoreReporter::of(context, generation.number);
+                let end = generation.process.killer();
+                let tell = move |Trouble { why, is_damage }| {
+                    if is_damage && !is_over.swap(true, Relaxed) {
+                        end();
+                    }
+                    teller.say(RestoreMessage::Waits { why });
+                };
+                let (tracing, prefetched) = (order.trace.is_some(), ahead(snapshot, order.mode));
+                let (of, ram) = (snapshot.clone(), &incarnation.ram);
+                Some(LazyRam::register(of, ram, userfault, prefetched, tracing, tell)?)
+            }
+        };
+        let pages = snapshot.ram.pages().len() as u64;
+        let restoring = Restoring::new(&order.snapshot, order.mode, *began, pages, lazy);
+        self.serve_faults(context, restoring, generation.number)?;
+        // A disk without the gate would read zeroes where memory is missing, and leave them there.
+        disks.try_set_gate(self.gate())?;
+        Ok(())
+    }
+
+    fn serve_faults(
+        &mut self,
+        context: &Context,
+        mut restoring: Restoring,
+        generation: u32,
+    ) -> Result<(), RestoreFailure> {
+        for _ in 0..if restoring.is_far() { SERVERS_FROM_AFAR } else { 1 } {
+            let teller = RestoreReporter::of(context, generation);
+            restoring.start(format!("faults-{}", context.config.name), move |lazy| {
+                if let Err(error) = lazy.serve() {
+                    teller.say_end(&error);
+                }
+            })?;
+        }
+        self.restoring = Some(restoring);
+        Ok(())
+    }
+
+    /// Begins to fill in the rest of the memory, once the guest runs.
+    fn fill_behind(
+        &mut self,
+        context: &mut Context,
+        disks: &Disks,
+        generation: u32,
+        trace: Option<Trace>,
+    ) -> Result<(), RestoreFailure> {
+        let (teller, name) = (RestoreReporter::of(context, generation), format!("fill-{}", context.config.name));
+        let Some(restoring) = &mut self.restoring else { return Ok(()) };
+        if restoring.is_complete() {
+            self.complete(context, disks);
+            return Ok(());
+        }
+        restoring.start(name, move |lazy| {
+            if let Some(trace) = trace {
+                note_first_touches(lazy, &trace, &teller);
+                if trace.then_stop {
+                    return teller.say(RestoreMessage::Rehearsed);
+                }
+            }
+            fill(lazy, &teller);
+        })
+    }
+
+    /// All memory has been loaded.
+    fn complete(&mut self, context: &mut Context, disks: &Disks) {
+        let Some(restoring) = &mut self.restoring else { return };
+        restoring.complete();
+        let duration_ms = restoring.elapsed().as_secs_f64() * 1e3;
+        let RestoreStatus { pages, pages_prefetched, pages_lazy, .. } = restoring.status();
+        disks.set_gate(None);
+        context.journal.restore = None;
+        context.save_journal();
+        context.record(EventKind::RestoreComplete { pages, pages_prefetched, pages_lazy, duration_ms });
+    }
+
+    /// Continues the restore of a dead keeper. Call it before anything else touches the guest's memory. If the snapshot
+    /// cannot be read, the guest waits for a keeper that can read it.
+    pub fn resume(
+        &mut self,
+        context: &Context,
+        disks: &Disks,
+        incarnation: &Incarnation,
+        identity: &QemuIdentity,
+    ) -> Result<Result<Userfault, String>, MachineError> {
+        let Some(note) = context.journal.restore.clone() else {
+            return Ok(Err("there is no snapshot".to_owned()));
+        };
+        let name = context.config.name.clone();
+        let failed = |source: RestoreFailure| MachineError::Restore { name: name.clone(), source: Box::new(source) };
+        let no_userfault = |why: String| RestoreFailure::Userfault { why };
+        let userfault = match (note.mode, identity.userfault_fd) {
+            (Mode::Eager, None) => return Ok(Err("a previous keeper had none".to_owned())),
+            (_, None) => return Err(failed(no_userfault("a previous keeper had none".to_owned()))),
+            (_, Some(fd)) => Userfault::fetch(identity.pid, fd, identity.helper_fd),
+        };
+        let userfault = userfault.map_err(|error| failed(no_userfault(crate::chain(&error))))?;
+        let snapshot = opening(context, disks, &note.snapshot, note.seal.as_deref())().map_err(&failed)?;
+        let (teller, pages) = (RestoreReporter::of(context, identity.generation), snapshot.ram.pages().len() as u64);
+        let tell = move |Trouble { why, .. }| teller.say(RestoreMessage::Waits { why });
+        let lazy = LazyRam::resume(Arc::new(snapshot), &incarnation.ram, &userfault, tell);
+        let lazy = lazy.map_err(|error| failed(error.into()))?;
+        let restoring = Restoring::new(&note.snapshot, note.mode, Instant::now(), pages, lazy);
+        self.serve_faults(context, restoring, identity.generation).map_err(failed)?;
+        Ok(Ok(userfault))
+    }
+
+    /// Ends the restore of a QEMU that is gone.
+    pub fn end(&mut self, context: &mut Context, disks: &Disks) {
+        if self.restoring.take().is_some() {
+            disks.set_gate(None);
+            context.journal.restore = None;
+        }
+    }
+
+    /// Leaves the guest's memory to the next keeper.
+    pub fn leave(self) {
+        if let Some(restoring) = self.restoring {
+            restoring.leave();
+        }
+    }
+}
+
+impl Machine {
     /// Removes the restore order. A guest of this machine will write to its disks, so no snapshot can be restored onto
     /// them any more.
     pub(super) fn forget_order(&self) -> Result<(), MachineError> {
@@ -124,7 +316,7 @@ impl Machine {
         let began = Instant::now();
         // The guest does not run yet, so nobody would see what it waits for.
         self.disks.backfill.set_miss_policy(MissPolicy::Urge);
-        let open = self.opening(&order.snapshot, order.seal.as_deref());
+        let open = opening(&self.context, &self.disks, &order.snapshot, order.seal.as_deref());
         let step = start::Step::opens_snapshot(&format!("opening the snapshot {}", order.snapshot.display()));
         let then = move |machine: &mut Self, snapshot: Result<_, _>| {
             let snapshot = Arc::new(snapshot.map_err(|error| machine.not_restored(error))?);
@@ -206,7 +398,7 @@ impl Machine {
         self.begin_step_with(step, generation, Generation::run, move |machine, generation, runs| match runs {
             Ok(()) => machine.restored(arriving, generation),
             Err(error) => {
-                let failure = machine.with_damage(error.into());
+                let failure = machine.lazy_restore.with_damage(error.into());
                 drop(generation);
                 machine.take_back_begin(noted);
                 Err(machine.not_restored(failure))
@@ -222,27 +414,13 @@ impl Machine {
         self.apply_infallible(Input::Runs { guest: life });
         self.context.record(EventKind::IncarnationStarted { generation: number, warm: false });
         self.thaw();
-        if let Some(status) = self.memory.restore_status() {
+        if let Some(status) = self.lazy_restore.status() {
             let (pages, pages_prefetched) = (status.pages, status.pages_prefetched);
             let duration_ms = began.elapsed().as_secs_f64() * 1e3;
             self.context.record(EventKind::Restored { pages, pages_prefetched, duration_ms });
         }
-        self.fill_behind(number, order.trace).map_err(|failure| self.not_restored(failure))
-    }
-
-    /// Names a missing page as the cause of a failure. QEMU itself waits for pages while it loads or starts a guest,
-    /// and does not answer then.
-    fn with_damage(&self, failure: RestoreFailure) -> RestoreFailure {
-        match self.unreadable() {
-            what if what.is_empty() => failure,
-            what if matches!(failure, RestoreFailure::Damaged { .. }) => RestoreFailure::Damaged { what, source: None },
-            what => RestoreFailure::Damaged { what, source: Some(Box::new(failure)) },
-        }
-    }
-
-    /// Why pages cannot be loaded now. Empty if they can.
-    fn unreadable(&self) -> String {
-        self.memory.restore_status().map(|status| status.waits.join("; ")).unwrap_or_default()
+        let filled = self.lazy_restore.fill_behind(&mut self.context, &self.disks, number, order.trace);
+        filled.map_err(|failure| self.not_restored(failure))
     }
 
     /// Takes the start of the guest back, because it did not run and its QEMU has ended. If it has not changed its
@@ -262,34 +440,14 @@ impl Machine {
         self.context.save_journal();
     }
 
-    /// Opens the snapshot, from any thread. If it is in an object store, its disks are in the machine's folder, or will be.
-    fn opening(
-        &self,
-        path: &Path,
-        seal: Option<&str>,
-    ) -> impl FnOnce() -> Result<Snapshot, RestoreFailure> + Send + use<> {
-        let config = &self.context.config;
-        let disks = config.file.parent().map(saved_disks).filter(|folder| folder.exists());
-        let disks = disks.map(|folder| (folder, self.disks.backfill.images()));
-        let (store, scheduler) = (config.object_store.clone(), self.disks.backfill.scheduler().clone());
-        let (path, seal) = (path.to_owned(), seal.map(str::to_owned));
-        move || {
-            let disks = disks.as_ref().map(|(folder, images)| (folder.as_path(), images.clone()));
-            let snapshot = open_snapshot(&path, &store, &scheduler, disks)?;
-            match seal.is_none_or(|seal| seal == snapshot.seal()) {
-                true => Ok(snapshot),
-                false => Err(RestoreFailure::AnotherSnapshot { snapshot: path }),
-            }
-        }
-    }
-
     /// Loads the guest into a QEMU that waits for it. The guest is paused afterwards.
     fn let_in(&mut self, arriving: Arriving, generation: Generation) -> Result<(), MachineError> {
         // The guest does not run yet, so only QEMU itself touches memory. At a damaged page QEMU would hang, and QMP
         // with it. So QEMU is ended.
         let is_over = Arc::new(AtomicBool::new(false));
-        let registered = self.register(&arriving, &generation, is_over.clone());
-        registered.map_err(|failure| self.not_restored(self.with_damage(failure)))?;
+        let registered =
+            self.lazy_restore.register(&self.context, &self.disks, &arriving, &generation, is_over.clone());
+        registered.map_err(|failure| self.not_restored(self.lazy_restore.with_damage(failure)))?;
         let snapshot = arriving.snapshot.clone();
         let give = move |generation: &Generation| {
             let given = state::give(&generation.qmp, &snapshot.state, STATE_PATIENCE);
@@ -305,77 +463,9 @@ impl Machine {
         };
         let step = start::Step::restores(Activity::new("loading the state of the guest's devices"));
         self.begin_step_with(step, generation, give, move |machine, generation, given| {
-            given.map_err(|failure| machine.not_restored(machine.with_damage(failure)))?;
+            given.map_err(|failure| machine.not_restored(machine.lazy_restore.with_damage(failure)))?;
             machine.begin_restored(arriving, generation)
         })
-    }
-
-    fn register(
-        &mut self,
-        arriving: &Arriving,
-        generation: &Generation,
-        is_over: Arc<AtomicBool>,
-    ) -> Result<(), RestoreFailure> {
-        let Arriving { order, snapshot, incarnation, began } = arriving;
-        let lazy = match order.mode {
-            Mode::Eager => None,
-            Mode::Lazy | Mode::WorkingSet => {
-                let userfault =
-                    generation.userfault().map_err(|why| RestoreFailure::Userfault { why: why.to_owned() })?;
-                let teller = self.teller(generation.number);
-                let end = generation.process.killer();
-                let tell = move |Trouble { why, is_damage }| {
-                    if is_damage && !is_over.swap(true, Relaxed) {
-                        end();
-                    }
-                    teller.say(RestoreMessage::Waits { why });
-                };
-                let (tracing, prefetched) = (order.trace.is_some(), ahead(snapshot, order.mode));
-                let (of, ram) = (snapshot.clone(), &incarnation.ram);
-                Some(LazyRam::register(of, ram, userfault, prefetched, tracing, tell)?)
-            }
-        };
-        let pages = snapshot.ram.pages().len() as u64;
-        let restoring = Restoring::new(&order.snapshot, order.mode, *began, pages, lazy);
-        self.serve_faults(restoring, generation.number)?;
-        // A disk without the gate would read zeroes where memory is missing, and leave them there.
-        self.disks.try_set_gate(self.memory.disk_gate())?;
-        Ok(())
-    }
-
-    fn serve_faults(&mut self, mut restoring: Restoring, generation: u32) -> Result<(), RestoreFailure> {
-        for _ in 0..if restoring.is_far() { SERVERS_FROM_AFAR } else { 1 } {
-            let teller = self.teller(generation);
-            restoring.start(format!("faults-{}", self.context.config.name), move |lazy| {
-                if let Err(error) = lazy.serve() {
-                    teller.say_end(&error);
-                }
-            })?;
-        }
-        self.memory.restoring = Some(restoring);
-        Ok(())
-    }
-
-    fn fill_behind(&mut self, generation: u32, trace: Option<Trace>) -> Result<(), RestoreFailure> {
-        let (teller, name) = (self.teller(generation), format!("fill-{}", self.context.config.name));
-        let Some(restoring) = &mut self.memory.restoring else { return Ok(()) };
-        if restoring.is_complete() {
-            self.restore_complete();
-            return Ok(());
-        }
-        restoring.start(name, move |lazy| {
-            if let Some(trace) = trace {
-                note_first_touches(lazy, &trace, &teller);
-                if trace.then_stop {
-                    return teller.say(RestoreMessage::Rehearsed);
-                }
-            }
-            fill(lazy, &teller);
-        })
-    }
-
-    fn teller(&self, generation: u32) -> RestoreReporter {
-        RestoreReporter { tell: self.context.outside.tell.clone(), generation }
     }
 
     pub(super) fn handle_restore(&mut self, message: RestoreMessage) {
@@ -386,55 +476,39 @@ impl Machine {
                 // Fails only if the machine is stopping already.
                 let _ = self.stop(true);
             }
-            RestoreMessage::Complete => self.restore_complete(),
+            RestoreMessage::Complete => self.lazy_restore.complete(&mut self.context, &self.disks),
             RestoreMessage::Failed { message } => self.context.record(EventKind::Error { message }),
         }
-    }
-
-    fn restore_complete(&mut self) {
-        let Some(restoring) = &mut self.memory.restoring else { return };
-        restoring.complete();
-        let duration_ms = restoring.elapsed().as_secs_f64() * 1e3;
-        let RestoreStatus { pages, pages_prefetched, pages_lazy, .. } = restoring.status();
-        self.disks.set_gate(self.memory.disk_gate());
-        self.context.journal.restore = None;
-        self.context.save_journal();
-        self.context.record(EventKind::RestoreComplete { pages, pages_prefetched, pages_lazy, duration_ms });
-    }
-
-    /// Continues the restore of a dead keeper. Call it before anything else touches the guest's memory. If the snapshot
-    /// cannot be read, the guest waits for a keeper that can read it.
-    pub(super) fn resume_restore(
-        &mut self,
-        incarnation: &Incarnation,
-        identity: &QemuIdentity,
-    ) -> Result<Result<Userfault, String>, MachineError> {
-        let Some(note) = self.context.journal.restore.clone() else {
-            return Ok(Err("there is no snapshot".to_owned()));
-        };
-        let name = self.context.config.name.clone();
-        let failed = |source: RestoreFailure| MachineError::Restore { name: name.clone(), source: Box::new(source) };
-        let no_userfault = |why: String| RestoreFailure::Userfault { why };
-        let userfault = match (note.mode, identity.userfault_fd) {
-            (Mode::Eager, None) => return Ok(Err("a previous keeper had none".to_owned())),
-            (_, None) => return Err(failed(no_userfault("a previous keeper had none".to_owned()))),
-            (_, Some(fd)) => Userfault::fetch(identity.pid, fd, identity.helper_fd),
-        };
-        let userfault = userfault.map_err(|error| failed(no_userfault(crate::chain(&error))))?;
-        let snapshot = self.opening(&note.snapshot, note.seal.as_deref())().map_err(&failed)?;
-        let (teller, pages) = (self.teller(identity.generation), snapshot.ram.pages().len() as u64);
-        let tell = move |Trouble { why, .. }| teller.say(RestoreMessage::Waits { why });
-        let lazy = LazyRam::resume(Arc::new(snapshot), &incarnation.ram, &userfault, tell);
-        let lazy = lazy.map_err(|error| failed(error.into()))?;
-        let restoring = Restoring::new(&note.snapshot, note.mode, Instant::now(), pages, lazy);
-        self.serve_faults(restoring, identity.generation).map_err(failed)?;
-        Ok(Ok(userfault))
     }
 
     /// Continues to fill in the rest of the memory, once this keeper has the guest.
     pub(super) fn go_on_filling(&mut self) -> Result<(), MachineError> {
         let Some(life) = self.state.guest() else { return Ok(()) };
         let (number, name) = (life.generation.number, self.context.config.name.clone());
-        self.fill_behind(number, None).map_err(|source| MachineError::Restore { name, source: Box::new(source) })
+        self.lazy_restore
+            .fill_behind(&mut self.context, &self.disks, number, None)
+            .map_err(|source| MachineError::Restore { name, source: Box::new(source) })
+    }
+}
+
+/// Opens the snapshot, from any thread. If it is in an object store, its disks are in the machine's folder, or will be.
+fn opening(
+    context: &Context,
+    disks: &Disks,
+    path: &Path,
+    seal: Option<&str>,
+) -> impl FnOnce() -> Result<Snapshot, RestoreFailure> + Send + use<> {
+    let config = &context.config;
+    let saved = config.file.parent().map(saved_disks).filter(|folder| folder.exists());
+    let saved = saved.map(|folder| (folder, disks.backfill.images()));
+    let (store, scheduler) = (config.object_store.clone(), disks.backfill.scheduler().clone());
+    let (path, seal) = (path.to_owned(), seal.map(str::to_owned));
+    move || {
+        let saved = saved.as_ref().map(|(folder, images)| (folder.as_path(), images.clone()));
+        let snapshot = open_snapshot(&path, &store, &scheduler, saved)?;
+        match seal.is_none_or(|seal| seal == snapshot.seal()) {
+            true => Ok(snapshot),
+            false => Err(RestoreFailure::AnotherSnapshot { snapshot: path }),
+        }
     }
 }

@@ -30,6 +30,7 @@ impl Machine {
             fast_remount,
             locked_files,
             memory,
+            lazy_restore,
             mut disks,
             state,
             told_state: _,
@@ -42,6 +43,7 @@ impl Machine {
         leave_disks(std::mem::take(&mut disks.servers));
         std::mem::take(&mut disks.backfill).leave();
         memory.leave();
+        lazy_restore.leave();
         warm_reboot.monitor.leave();
         crash_recovery.dumps.leave();
         if let (Some(life), _) = state.into_parts() {

@@ -35,7 +35,7 @@ impl Machine {
 
     /// Opens the disks' images and serves them to the guest of this incarnation.
     pub(super) fn open_disks(&mut self, incarnation: &Incarnation, unwritten: Unwritten) -> Result<(), MachineError> {
-        let gate = self.memory.disk_gate();
+        let gate = self.lazy_restore.gate().or_else(|| self.memory.disk_gate());
         self.disks.open(&mut self.context, &self.warm_reboot, gate.as_ref(), incarnation, unwritten)
     }
 
@@ -51,6 +51,12 @@ impl Machine {
         if let Some(life) = self.state.guest() {
             self.fast_remount.watch(&self.context, &life.generation);
         }
+    }
+
+    /// Ends what gave memory to a QEMU that has ended.
+    pub(super) fn end_memory(&mut self) {
+        self.memory.end(&self.warm_reboot, &self.disks);
+        self.lazy_restore.end(&mut self.context, &self.disks);
     }
 
     /// Ends everything that served the guest, because QEMU's process has ended. What remains is the dead incarnation.
@@ -74,7 +80,7 @@ impl Machine {
         self.context.journal.guest = GuestNote::Runs;
         self.crash_recovery.end_living_dump(&self.context, "the guest ended during the dump");
         self.note_death(&incarnation, cause);
-        self.memory.end(&mut self.context, &self.warm_reboot, &self.disks);
+        self.end_memory();
         incarnation
     }
 
@@ -161,7 +167,7 @@ impl Machine {
     /// The incarnation that did not begin: the next one has its number.
     pub(super) fn discard_unused(&mut self) {
         self.fast_remount.boot_cut_off();
-        self.memory.end(&mut self.context, &self.warm_reboot, &self.disks);
+        self.end_memory();
         self.disks.expect_nobody();
         self.warm_reboot.monitor.watch(None);
         self.context.folders.discard_generation(self.context.journal.generation);
@@ -399,7 +405,7 @@ impl Machine {
         self.kill_qemu();
         self.give_up_hop("the machine failed");
         self.disks.backfill.set_miss_policy(MissPolicy::Refuse);
-        self.memory.end(&mut self.context, &self.warm_reboot, &self.disks);
+        self.end_memory();
         self.tell_state();
         self.finish_dumps();
         // Without keeper and QEMU the next start is cold, so the memory would only be held for nothing; unless a guest

@@ -52,7 +52,8 @@
 //! | `Context` (`context`) | configuration, folders, QEMU's program, journal, event log: what all parts share |
 //! | `WarmReboot` (`warm_reboot`, `fast_remount`) | ember, boot set, tags, budget, memory monitor |
 //! | `FastRemount` (`fast_remount`) | until when a boot is noted, the readiness probe |
-//! | `GuestMemory` (`gate`, `lazy_restore`) | the gate before the guest's memory, its way out of a snapshot |
+//! | `GuestMemory` (`gate`) | the gate before the guest's memory |
+//! | `LazyRestore` (`lazy_restore`) | the way of the guest's memory out of a snapshot |
 //! | `Disks` (`disks`, `images`, `nvram`, `backfill`) | servers, images, NVRAM, backfill |
 //! | `State` (`state`, `actions`, `lives`, `start`) | where the machine stands: the guest and its QEMU, the order, the next guest's start or the wait before it |
 //! | `LastRecovery` (`timeline`) | how long each phase of the last recovery took |
@@ -130,7 +131,7 @@ pub use error::MachineError;
 use fast_remount::FastRemount;
 use gate::GuestMemory;
 use generation::Generation;
-use lazy_restore::RestoreFailure;
+use lazy_restore::{LazyRestore, RestoreFailure};
 use locked_files::LockedFiles;
 use park::Parking;
 pub use rejuvenation::GUEST_DIED_WITH_QEMU;
@@ -167,6 +168,7 @@ pub struct Machine {
     fast_remount: FastRemount,
     locked_files: LockedFiles,
     memory: GuestMemory,
+    lazy_restore: LazyRestore,
     disks: Disks,
     state: State<Life, Start>,
     /// The state that the event log was told last.
@@ -197,6 +199,7 @@ impl Machine {
             fast_remount: FastRemount::default(),
             locked_files: LockedFiles::default(),
             memory: GuestMemory::default(),
+            lazy_restore: LazyRestore::default(),
             disks,
             state: State::default(),
             told_state: MachineState::Starting,
@@ -211,7 +214,7 @@ impl Machine {
         machine.warm_reboot.report_left_out(&machine.context);
         machine.disks.find_backfill(&machine.context)?;
         let taken_over = match machine.take_over() {
-            Err(error) if !machine.disks.backfill.is_complete() || !machine.memory.is_complete() => {
+            Err(error) if !machine.disks.backfill.is_complete() || !machine.lazy_restore.is_complete() => {
                 // The guest lives on without a keeper: a read that waits must not fail, and must not be waited for.
                 machine.leave_to_next_keeper(DiskServer::abandon);
                 return Err(error);
@@ -269,10 +272,10 @@ impl Machine {
                 return Err(error);
             }
             // Disks read and write the guest's memory, which may still be missing.
-            self.context.outside.watchdog.allow_disk_waits(!self.memory.is_complete());
+            self.context.outside.watchdog.allow_disk_waits(!self.lazy_restore.is_complete());
             self.context.outside.watchdog.main().end();
         }
-        if self.memory.restore_was_cancelled && self.context.outside.terminated.load(Relaxed) {
+        if self.lazy_restore.was_cancelled && self.context.outside.terminated.load(Relaxed) {
             let file = self.context.config.file.clone();
             return Err(self.not_restored(RestoreFailure::CalledOff { file }));
         }

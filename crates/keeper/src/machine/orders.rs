@@ -83,7 +83,7 @@ impl Machine {
             return Err(self.wrong_state("resize"));
         }
         // A disk that waits for memory does not answer, and this loop would wait for it.
-        self.memory.must_be_complete("resize")?;
+        self.lazy_restore.must_be_complete("resize")?;
         // The next QEMU may have read the size already.
         self.rejuvenation.must_not_hop("resize")?;
         self.disks.resize(&self.context, disk)

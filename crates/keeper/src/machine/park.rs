@@ -405,7 +405,7 @@ impl Machine {
         self.context.folders.discard_generation(generation.number);
         drop(generation);
         self.fast_remount.boot_cut_off();
-        self.memory.end(&mut self.context, &self.warm_reboot, &self.disks);
+        self.end_memory();
         self.warm_reboot.monitor.watch(None);
         // The next keeper may find blocks of the images in memory, so note what the images are.
         self.disks.note_idle(&self.context, &self.warm_reboot);

@@ -334,7 +334,7 @@ impl Machine {
                 format!("cannot {what}: the guest's memory is still being granted step by step through its QEMU");
             return Err(ApiError::new(ErrorWord::WrongState, message).hint("`hearth status` shows when that has ended"));
         }
-        self.memory.must_be_complete(what)?;
+        self.lazy_restore.must_be_complete(what)?;
         self.disks.must_be_complete(what)?;
         self.disks.must_have_space(&self.context, what)?;
         if self.saves.current.is_some() {

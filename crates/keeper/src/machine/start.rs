@@ -13,6 +13,7 @@ use std::time::Instant;
 
 use super::generation::{Generation, LaunchError};
 use super::launch_job::{LaunchControl, LaunchJob};
+use super::lazy_restore::LazyRestore;
 use super::state::Input;
 use super::{Machine, MachineError};
 use crate::event::Event;
@@ -124,7 +125,7 @@ impl Step {
 impl Machine {
     /// Begins to start the machine's first guest.
     pub(super) fn begin_start(&mut self) -> Result<(), MachineError> {
-        match self.order_to_restore()? {
+        match LazyRestore::order(&mut self.context)? {
             Some(order) => self.restore(order),
             None => self.forget_order().and_then(|()| self.resume_or_boot()),
         }
@@ -205,9 +206,9 @@ impl Machine {
     pub(super) fn give_up_launch(&mut self, start: Start) {
         let Step { has, restores, .. } = start.step;
         drop(start.then);
-        self.memory.end(&mut self.context, &self.warm_reboot, &self.disks);
+        self.end_memory();
         if restores {
-            self.memory.restore_was_cancelled = true;
+            self.lazy_restore.was_cancelled = true;
         }
         if has == Has::Incarnation {
             self.discard_unused();

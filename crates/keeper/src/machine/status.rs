@@ -48,7 +48,7 @@ impl Machine {
             rejuvenating_since: self.rejuvenation.hops_since(),
             last_rejuvenation: self.rejuvenation.last.clone(),
             unparked: self.rejuvenation.unparked.clone(),
-            restore: self.memory.restore_status(),
+            restore: self.lazy_restore.status(),
             pending: self.context.file.pending.clone(),
             frozen: self.saves.frozen_status(),
             save: self.saves.current.as_ref().map(save::Saving::status),

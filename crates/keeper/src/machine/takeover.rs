@@ -64,7 +64,9 @@ impl Machine {
         let incarnation = self.reopen()?;
         let restored = self.context.journal.restore.is_some();
         let resumed = match restored {
-            true => UserfaultOr::Userfault(self.resume_restore(&incarnation, &identity)?),
+            true => {
+                UserfaultOr::Userfault(self.lazy_restore.resume(&self.context, &self.disks, &incarnation, &identity)?)
+            }
             false => self.memory.resume_gate(&self.context, &self.warm_reboot, &incarnation, &identity),
         };
         let userfault = match resumed {
@@ -140,7 +142,7 @@ impl Machine {
         if !hearth_qemu::kill_stray(pid) {
             tracing::error!(pid, "QEMU does not exit; the machine may not start");
         }
-        self.memory.end(&mut self.context, &self.warm_reboot, &self.disks);
+        self.end_memory();
         self.disks.backfill.set_miss_policy(MissPolicy::Refuse);
         std::mem::take(&mut self.disks.servers).into_iter().for_each(DiskServer::stop);
         self.disks.backfill.set_miss_policy(MissPolicy::Wait);

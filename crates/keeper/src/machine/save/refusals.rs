@@ -54,7 +54,7 @@ impl Machine {
         if request.freeze.is_some() {
             self.may_freeze()?;
         }
-        self.memory.must_be_complete("save")?;
+        self.lazy_restore.must_be_complete("save")?;
         self.disks.must_be_complete("save")?;
         self.disks.must_have_space(&self.context, "save")?;
         self.disks.must_be_in_use("save")?;
