@@ -130,6 +130,13 @@ pub struct CrashConfig {
     pub headroom_bytes: u64,
     pub disk_time: DiskTime,
     pub mib_per_second: Option<u64>,
+    #[serde(flatten)]
+    pub crash_loop: CrashLoopConfig,
+}
+
+/// When crashes count as a crash loop, and how long the machine then waits.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct CrashLoopConfig {
     pub loop_count: u32,
     pub loop_window_s: u64,
     pub loop_delay_s: u64,

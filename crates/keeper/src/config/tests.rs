@@ -56,10 +56,7 @@ fn the_smallest_file_gets_every_default() {
             headroom_bytes: 0,
             disk_time: DiskTime::RecoveryFirst,
             mib_per_second: None,
-            loop_count: 5,
-            loop_window_s: 60,
-            loop_delay_s: 10,
-            loop_delay_max_s: 300,
+            crash_loop: CrashLoopConfig { loop_count: 5, loop_window_s: 60, loop_delay_s: 10, loop_delay_max_s: 300 },
         },
         watchdog: None,
         rejuvenate: None,
@@ -177,8 +174,8 @@ fn everything_that_can_be_said_is_understood() {
     assert_eq!((crash.compression, crash.keep_last, crash.threads), (DumpCompression::Lzo, 2, 3));
     assert_eq!((crash.min_free_bytes, crash.chunk_bytes, crash.headroom_bytes), (10 << 30, 16 << 20, (512 << 20) / 10));
     assert_eq!((crash.disk_time, crash.mib_per_second), (DiskTime::Balanced, Some(70)));
-    assert_eq!((crash.loop_count, crash.loop_window_s), (3, 600));
-    assert_eq!((crash.loop_delay_s, crash.loop_delay_max_s), (2, 20));
+    let expect = CrashLoopConfig { loop_count: 3, loop_window_s: 600, loop_delay_s: 2, loop_delay_max_s: 20 };
+    assert_eq!(crash.crash_loop, expect);
     assert_eq!(config.watchdog, Some(WatchdogAction::Nmi));
     assert!(config.guest_agent);
     let window = Some(DailyWindow { from_minute: 1380, to_minute: 300 });

@@ -13,7 +13,7 @@ use hearth_api::{EndCause, EventKind, rfc3339};
 
 use super::state::{BackOff, Input};
 use super::{Machine, MachineError};
-use crate::config::CrashConfig;
+use crate::config::CrashLoopConfig;
 
 /// More doublings make no difference: the shortest configurable delay (1 s) has become the longest (1 day).
 const DOUBLINGS_MAX: usize = 17;
@@ -29,7 +29,7 @@ pub struct Crashes {
 
 impl Crashes {
     /// Counts the end of a guest that lived for this time. Returns how long to wait before the next start, if at all.
-    pub fn ended(&mut self, lived: Duration, cause: EndCause, config: &CrashConfig) -> Option<Duration> {
+    pub fn ended(&mut self, lived: Duration, cause: EndCause, config: &CrashLoopConfig) -> Option<Duration> {
         self.lived += lived;
         if !matches!(cause, EndCause::Panic | EndCause::Watchdog | EndCause::QemuDied) {
             return None;
@@ -54,7 +54,7 @@ impl Machine {
     /// The dead guest is banked, and there is no other guest yet. `delay`: the crash loop's delay before the next
     /// start.
     pub(super) fn life_over(&mut self, delay: Option<Duration>) -> Result<(), MachineError> {
-        let CrashConfig { loop_count, loop_window_s, .. } = self.context.config.crash;
+        let CrashLoopConfig { loop_count, loop_window_s, .. } = self.context.config.crash.crash_loop;
         let why = |next_start: &str| {
             format!(
                 "crash loop: at least {loop_count} crashes within {loop_window_s} s; the next guest starts at \
@@ -90,7 +90,11 @@ impl Machine {
     pub(super) fn try_again_later(&mut self, error: MachineError) -> Result<(), MachineError> {
         let MachineError::Launch(_) = error else { return Err(error) };
         self.discard_unused();
-        let delay = self.crash_recovery.crashes.ended(Duration::ZERO, EndCause::QemuDied, &self.context.config.crash);
+        let delay = self.crash_recovery.crashes.ended(
+            Duration::ZERO,
+            EndCause::QemuDied,
+            &self.context.config.crash.crash_loop,
+        );
         self.start_failed(delay.unwrap_or_default(), crate::chain(&error))
     }
 }
@@ -101,10 +105,13 @@ mod tests {
     use crate::config::Config;
     use crate::runtime_root::RuntimeRoot;
 
-    fn config() -> CrashConfig {
+    fn config() -> CrashLoopConfig {
         let text = "name = \"web\"\nmemory = \"1GiB\"\n[boot]\nkernel = \"k\"\n[crash]\nloop_count = 3\nloop_window_s = 60\n\
                     loop_delay_s = 10\nloop_delay_max_s = 35\n";
-        Config::parse(text, std::path::Path::new("/web.toml"), &RuntimeRoot::new("/run/hearth")).unwrap().crash
+        Config::parse(text, std::path::Path::new("/web.toml"), &RuntimeRoot::new("/run/hearth"))
+            .unwrap()
+            .crash
+            .crash_loop
     }
 
     /// Checks the delays after guests that lived for so many seconds.

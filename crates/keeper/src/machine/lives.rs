@@ -94,7 +94,7 @@ impl Machine {
     ) -> Result<(), MachineError> {
         let began = guest.began;
         let dead = self.tear_down(guest, how, cause);
-        let delay = self.crash_recovery.crashes.ended(began.elapsed(), cause, &self.context.config.crash);
+        let delay = self.crash_recovery.crashes.ended(began.elapsed(), cause, &self.context.config.crash.crash_loop);
         self.tell_state();
         let why_cold = match cold {
             true => Some("requested by the operator".to_owned()),

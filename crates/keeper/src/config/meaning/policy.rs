@@ -5,7 +5,7 @@ use hearth_api::{DumpCompression, DumpFormat};
 use super::{MEMORY_BYTES_MIN, Resolver, default_dump_folder, default_dump_threads};
 use crate::config::file::{CrashSection, RejuvenateSection};
 use crate::config::quantity::{daily_window, seconds, slack_bytes};
-use crate::config::{CrashConfig, DiskTime, RejuvenateConfig};
+use crate::config::{CrashConfig, CrashLoopConfig, DiskTime, RejuvenateConfig};
 
 const DEFAULT_DUMP_LEVEL: u8 = 31;
 const DEFAULT_KEEP_LAST: u32 = 5;
@@ -64,10 +64,12 @@ impl Resolver<'_> {
                 _ => DiskTime::RecoveryFirst,
             },
             mib_per_second: typed.mib_per_second,
-            loop_count: typed.loop_count.unwrap_or(DEFAULT_LOOP_COUNT),
-            loop_window_s: typed.loop_window_s.unwrap_or(DEFAULT_LOOP_WINDOW_S),
-            loop_delay_s: typed.loop_delay_s.unwrap_or(DEFAULT_LOOP_DELAY_S),
-            loop_delay_max_s: typed.loop_delay_max_s.unwrap_or(DEFAULT_LOOP_DELAY_MAX_S),
+            crash_loop: CrashLoopConfig {
+                loop_count: typed.loop_count.unwrap_or(DEFAULT_LOOP_COUNT),
+                loop_window_s: typed.loop_window_s.unwrap_or(DEFAULT_LOOP_WINDOW_S),
+                loop_delay_s: typed.loop_delay_s.unwrap_or(DEFAULT_LOOP_DELAY_S),
+                loop_delay_max_s: typed.loop_delay_max_s.unwrap_or(DEFAULT_LOOP_DELAY_MAX_S),
+            },
         })
     }
 
