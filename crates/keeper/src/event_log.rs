@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::{Duration, SystemTime};
 
-use hearth_api::{EventKind, EventRecord};
+use hearth_api::{EventKind, EventRecord, MachineState};
 
 /// Number of records in memory, enough for some hundred recoveries.
 const RING_RECORDS: usize = 4096;
@@ -44,6 +44,8 @@ struct Ring {
     last: u64,
     closed: bool,
     journal: Option<Journal>,
+    /// The machine's state as last recorded.
+    state: MachineState,
 }
 
 /// Result of a read.
@@ -78,7 +80,8 @@ impl EventLog {
 
     fn with(machine: &str, records_max: usize, journal: Option<Journal>) -> Self {
         let records = VecDeque::new();
-        let ring = Ring { records, records_max, earlier: None, last: 0, closed: false, journal };
+        let state = MachineState::Starting;
+        let ring = Ring { records, records_max, earlier: None, last: 0, closed: false, journal, state };
         let inner = Inner {
             machine: machine.to_owned(),
             incarnation: AtomicU32::new(0),
@@ -112,6 +115,14 @@ impl EventLog {
         ring.write_file();
         self.inner.news.notify_all();
         ring.last
+    }
+
+    /// Records the machine's state if it differs from the one recorded last. A keeper begins with Starting.
+    pub fn record_state(&self, to: MachineState) {
+        let from = std::mem::replace(&mut self.ring().state, to);
+        if from != to {
+            self.record(EventKind::StateChanged { from, to });
+        }
     }
 
     /// Sequence number of the last record; 0 before the first.

@@ -52,12 +52,8 @@ impl Machine {
     }
 
     /// Records the state if it has changed since it was last recorded.
-    pub(super) fn tell_state(&mut self) {
-        let (from, to) = (self.told_state, self.state.shown());
-        if from != to {
-            self.context.record(EventKind::StateChanged { from, to });
-            self.told_state = to;
-        }
+    pub(super) fn tell_state(&self) {
+        self.context.outside.event_log.record_state(self.state.shown());
     }
 
     fn carry_out(&mut self, action: Action) -> Result<(), MachineError> {

@@ -68,10 +68,8 @@ pub struct Plan {
     number: u32,
     devices: Devices,
     role: Role,
-    /// The QEMU that has the guest, beside which this one is started.
-    living: Option<Peer>,
-    /// What the two share; none of a QEMU that gets its own.
-    endpoints: Option<NetEndpoints>,
+    /// The QEMU that has the guest, and the endpoints that this one shares with it. None if it gets its own.
+    beside: Option<(Peer, NetEndpoints)>,
     tell: Sender<Event>,
 }
 
@@ -175,7 +173,7 @@ impl Plan {
         role: Role,
         beside: Option<(Peer, NetEndpoints)>,
     ) -> Result<Self, LaunchError> {
-        let (living, endpoints) = beside.unzip();
+        let living: Vec<Peer> = beside.iter().map(|(living, _)| *living).collect();
         let plan = Self {
             config: context.config.clone(),
             folders: context.folders.clone(),
@@ -187,12 +185,10 @@ impl Plan {
             number,
             devices,
             role,
-            living,
-            endpoints,
+            beside,
             tell: context.outside.tell.clone(),
         };
         // What connects from here on waits until it is known which process that is.
-        let living: Vec<Peer> = living.into_iter().collect();
         plan.expect_on_disks(&Expected::and_another(living))?.iter().try_for_each(Heard::wait)?;
         Ok(plan)
     }
@@ -211,14 +207,12 @@ impl Plan {
     pub fn start_from(mut self, binary: &Binary, control: &LaunchControl) -> Result<Generation, LaunchError> {
         let mut begun = None;
         let process = control.spawn(|| {
-            let endpoints = self
-                .endpoints
-                .take()
-                .map_or_else(|| NetEndpoints::open(&self.config, &self.folders, self.number), Ok)?;
+            let (living, shared) = self.beside.take().unzip();
+            let endpoints = shared.map_or_else(|| NetEndpoints::open(&self.config, &self.folders, self.number), Ok)?;
             let listener = HandoverListener::bind(&self.folders.userfault_socket(self.number))?;
             let launch = self.launch(&endpoints)?;
             let process = Process::spawn(binary, &launch, &self.folders.qemu_log(self.number))?;
-            let peers: Vec<Peer> = self.living.into_iter().chain([peer(process.id())]).collect();
+            let peers: Vec<Peer> = living.into_iter().chain([peer(process.id())]).collect();
             let heard = self.expect_on_disks(&Expected::these(peers))?;
             begun = Some((endpoints, listener, heard));
             Ok::<_, LaunchError>(process)

@@ -33,7 +33,6 @@ impl Machine {
             lazy_restore,
             mut disks,
             state,
-            told_state: _,
             recovery: _,
             rejuvenation,
             saves,

@@ -115,7 +115,7 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
-use hearth_api::{EndCause, EventKind, MachineState};
+use hearth_api::{EndCause, EventKind};
 use hearth_disk::server::DiskServer;
 use hearth_qemu::QmpEvent;
 use hearth_recovery::incarnation::Incarnation;
@@ -171,8 +171,6 @@ pub struct Machine {
     lazy_restore: LazyRestore,
     disks: Disks,
     state: State<Life, Start>,
-    /// The state that the event log was told last.
-    told_state: MachineState,
     recovery: LastRecovery,
     rejuvenation: Rejuvenations,
     saves: Saves,
@@ -202,7 +200,6 @@ impl Machine {
             lazy_restore: LazyRestore::default(),
             disks,
             state: State::default(),
-            told_state: MachineState::Starting,
             recovery: LastRecovery::default(),
             rejuvenation: Rejuvenations::default(),
             saves: Saves::default(),
