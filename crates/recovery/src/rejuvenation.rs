@@ -197,6 +197,12 @@ pub fn set_handover(disks: &[DiskServer], allowed: bool) -> Result<(), ServerErr
     disks.iter().try_for_each(|disk| disk.set_handover(allowed))
 }
 
+/// Tells both QEMUs what they must know before a hop. The guest is not affected. `patience` limits each command.
+pub fn prepare_both(old: &Qmp, new: &Qmp, patience: Duration) -> Result<(), RejuvenationError> {
+    old.prepare_migration(patience).map_err(RejuvenationError::Old)?;
+    new.prepare_migration(patience).map_err(RejuvenationError::New)
+}
+
 impl Hop<'_> {
     /// Checks that both QEMUs are connected to every disk. A new QEMU answers once its devices exist, so it has
     /// connected by now.
@@ -225,7 +231,8 @@ impl Hop<'_> {
         self.disks.iter().map(look).collect()
     }
 
-    /// Opens the channels for the state and starts the old QEMU's migration. After that the guest may stop at any time.
+    /// Opens the channels for the state and starts the old QEMU's migration, after `prepare_both`. From then on the guest may
+    /// stop at any time.
     pub fn prepare(&self) -> Result<Prepared, RejuvenationError> {
         let (speaks, heard) = channel();
         let bell = Bell::new().map_err(RejuvenationError::Channel)?;
@@ -233,8 +240,6 @@ impl Hop<'_> {
         self.new.listen(listener(speaks, bell.clone(), Heard::New));
         // From now on each change of the run state is received.
         self.must_run()?;
-        self.old.prepare_migration(self.patience).map_err(RejuvenationError::Old)?;
-        self.new.prepare_migration(self.patience).map_err(RejuvenationError::New)?;
         let (target, theirs) = UnixStream::pair().map_err(RejuvenationError::Channel)?;
         self.new.migrate_incoming(OwnedFd::from(theirs).as_fd(), self.patience).map_err(RejuvenationError::New)?;
         self.old.keep_open(target.as_fd(), self.patience).map_err(RejuvenationError::Old)?;

@@ -12,6 +12,7 @@
 //! the next keeper ends the other one (`find_qemu_of_guest`) before it does anything else.
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant, SystemTime};
 
@@ -138,6 +139,16 @@ enum Failure {
     Resume(#[source] RejuvenationError),
 }
 
+impl Failure {
+    /// `last_words`: what the new QEMU said last, if anything.
+    fn of_hop(source: RejuvenationError, last_words: Option<String>) -> Self {
+        match last_words {
+            Some(last_words) => Self::Hop { last_words, source },
+            None => Self::Hand(source),
+        }
+    }
+}
+
 /// Report of a hop, written while it runs.
 struct Progress {
     began: Instant,
@@ -189,8 +200,15 @@ impl Rejuvenations {
 }
 
 impl Started {
-    /// Starts QEMU from this program, or the one on the path.
-    fn start(plan: Plan, config: &Config, program: Option<&Path>, root: &RuntimeRoot, control: &LaunchControl) -> Self {
+    /// Starts QEMU from this program, or the one on the path, to take the guest over from `old`.
+    fn start(
+        plan: Plan,
+        old: &Qmp,
+        config: &Config,
+        program: Option<&Path>,
+        root: &RuntimeRoot,
+        control: &LaunchControl,
+    ) -> Self {
         let began = Instant::now();
         let mut version = None;
         let launched = Binary::find(program).map_err(Failure::from).and_then(|binary| {
@@ -198,6 +216,9 @@ impl Started {
             must_have_machine_type(config, &binary)?;
             let _lock = HopLock::to_start(root, control);
             let generation = plan.start_from(&binary, control)?;
+            // Here, because the machine's loop does the rest.
+            rejuvenation::prepare_both(old, &generation.qmp, PAUSE_PATIENCE)
+                .map_err(|source| Failure::of_hop(source, generation.process.last_words()))?;
             Ok((binary, generation))
         });
         let took = began.elapsed();
@@ -381,7 +402,9 @@ impl Machine {
         let plan = Plan::successor(&self.context, disks, &life.incarnation, number, &life.generation, endpoints)?;
         let (config, root) = (self.context.config.clone(), self.context.root.clone());
         let program = request.qemu.clone().or_else(|| config.qemu.clone());
-        let start = move |control: &LaunchControl| Started::start(plan, &config, program.as_deref(), &root, control);
+        let old = Arc::clone(&life.generation.qmp);
+        let start =
+            move |control: &LaunchControl| Started::start(plan, &old, &config, program.as_deref(), &root, control);
         let job = LaunchJob::begin(&self.context.config.name, number, self.context.outside.tell.clone(), start);
         Ok(job.map_err(LaunchError::Thread)?)
     }
@@ -608,7 +631,7 @@ impl Machine {
         let _ = old.qmp.close_kept();
         self.context.note_hop(None);
         match (failure, last_words) {
-            (Failure::Hand(source), Some(last_words)) => Failure::Hop { last_words, source },
+            (Failure::Hand(source), last_words) => Failure::of_hop(source, last_words),
             (failure, _) => failure,
         }
     }
