@@ -317,36 +317,34 @@ mod tests {
         check_left(&[], true, &[1, 2]);
     }
 
+    /// Environment variable with the name of the thread that panics.
+    const PANICS: &str = "HEARTH_TEST_PANICS";
+
     /// Runs in its own process, through this test binary.
-    fn end_of(child: &str) -> (Option<i32>, String) {
+    fn end_with_panic_in(thread: &str) -> (Option<i32>, String) {
         let mut command = std::process::Command::new(std::env::current_exe().unwrap());
-        command.args(["--ignored", "--exact", "--nocapture", &format!("watchdog::tests::{child}")]);
+        command.args(["--ignored", "--exact", "--nocapture", "watchdog::tests::child_with_a_panic"]);
+        command.env(PANICS, thread);
         let output = command.output().unwrap();
         (output.status.code(), String::from_utf8_lossy(&output.stderr).into_owned())
     }
 
     #[test]
     fn a_thread_that_panics_ends_the_process() {
-        let (code, said) = end_of("child_with_a_thread_that_panics");
-        assert_eq!(code, Some(EXIT_CODE), "{said}");
-        assert!(said.contains("memory-web") && said.contains("provoked"), "{said}");
-        assert_eq!(end_of("child_with_a_contained_panic").0, Some(0));
+        for thread in ["memory-web", "save-web", "launch-web", "tell-1", "main"] {
+            let (code, said) = end_with_panic_in(thread);
+            assert_eq!(code, Some(EXIT_CODE), "{said}");
+            assert!(said.contains(thread) && said.contains("provoked"), "{said}");
+        }
+        assert_eq!(end_with_panic_in("disk-web-qcow2").0, Some(0), "contained");
     }
 
     #[test]
     #[ignore = "run by another test, in a process of its own"]
-    fn child_with_a_thread_that_panics() {
+    fn child_with_a_panic() {
+        let Ok(name) = std::env::var(PANICS) else { return };
         end_with_any_thread();
-        let thread = std::thread::Builder::new().name("memory-web".into()).spawn(|| panic!("provoked")).unwrap();
-        let _ = thread.join();
-        std::process::exit(0);
-    }
-
-    #[test]
-    #[ignore = "run by another test, in a process of its own"]
-    fn child_with_a_contained_panic() {
-        end_with_any_thread();
-        let thread = std::thread::Builder::new().name("disk-web-qcow2".into()).spawn(|| panic!("provoked")).unwrap();
+        let thread = std::thread::Builder::new().name(name).spawn(|| panic!("provoked")).unwrap();
         assert!(thread.join().is_err());
         std::process::exit(0);
     }

@@ -83,7 +83,7 @@ impl Machine {
     pub(super) fn conclude_save(&mut self) {
         let Some(saving) = self.saves.current.take() else { return };
         let Saving { folder, then, generation, held, progress, thread, .. } = saving;
-        let written = thread.join().map_err(|_| "its thread panicked".to_owned());
+        let written = thread.join().expect("a panic of the job's thread ends the keeper");
         self.disks.stop_logging_writes();
         self.note_scan_over();
         let folder = folder.display().to_string();
@@ -93,7 +93,7 @@ impl Machine {
             Held::Since(paused) | Held::GoingOn(paused) => paused.elapsed(),
             Held::Was(pause) => pause,
         };
-        match written.and_then(|written| written.map_err(|error| crate::chain(&error))) {
+        match written {
             Ok(Written { ram, approach, pages_held, pages_on_disks }) => {
                 self.context.record(EventKind::Saved {
                     folder,
@@ -111,7 +111,7 @@ impl Machine {
                     return self.apply_infallible(Input::SavedToStop { now: Instant::now() });
                 }
             }
-            Err(why) => self.context.record(EventKind::SaveFailed { folder, why }),
+            Err(error) => self.context.record(EventKind::SaveFailed { folder, why: crate::chain(&error) }),
         }
         self.continue_guest_of(generation, matches!(held, Held::Since(_)));
     }

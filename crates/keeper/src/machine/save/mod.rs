@@ -278,7 +278,7 @@ impl Machine {
     fn save_prepared(&mut self, number: u64) {
         let Some(preparing) = self.saves.preparing.take_if(|preparing| preparing.number == number) else { return };
         let Preparing { generation, request, answer, result, .. } = preparing;
-        let prepared = result.recv().expect("its thread sends this first");
+        let prepared = result.recv().expect("its thread sends this first, and a panic of it ends the keeper");
         let begun = prepared.and_then(|prepared| {
             self.must_be_savable(&request)?;
             if !self.is_current(generation) {
