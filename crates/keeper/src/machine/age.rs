@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use hearth_api::{ApiError, EventKind, Growth, QemuAge, RejuvenateRequest};
 
-use super::{Machine, MachineError};
+use super::Machine;
 use crate::age::{Signs, is_open, minute_of_day, overdue};
 use crate::config::Config;
 
@@ -62,16 +62,16 @@ impl Machine {
     }
 
     /// Does it by itself, if the policy says so now.
-    pub(super) fn look_at_age(&mut self) -> Result<(), MachineError> {
+    pub(super) fn look_at_age(&mut self) {
         self.rejuvenation.schedule.next_look = Instant::now() + LOOK_EVERY;
-        let Some(policy) = &self.context.config.rejuvenate else { return Ok(()) };
+        let Some(policy) = &self.context.config.rejuvenate else { return };
         let since_attempt = self.rejuvenation.schedule.last_attempt.map(|at| at.elapsed());
         let hops = self.rejuvenation.hop.is_some();
         if hops || !self.state.is_undisturbed() || !is_open(policy.window, minute_of_day(), since_attempt) {
-            return Ok(());
+            return;
         }
-        let Ok(signs) = self.age() else { return Ok(()) };
-        let Some(why) = overdue(&signs.qemu, Some(policy)) else { return Ok(()) };
+        let Ok(signs) = self.age() else { return };
+        let Some(why) = overdue(&signs.qemu, Some(policy)) else { return };
         self.rejuvenation.schedule.last_attempt = Some(Instant::now());
         self.context.record(EventKind::RejuvenationDue { why });
         match self.may_rejuvenate() {
@@ -79,7 +79,6 @@ impl Machine {
             Err(error) => {
                 let (phase, why) = ("launch".to_owned(), error.to_string());
                 self.context.record(EventKind::RejuvenationFailed { phase, why, guest_lost: false });
-                Ok(())
             }
         }
     }

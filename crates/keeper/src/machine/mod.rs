@@ -322,16 +322,17 @@ impl Machine {
             return Ok(());
         }
         match self.state.deadline() {
-            Some(deadline) if deadline <= now => self.apply(Input::TimeUp { now }),
+            Some(deadline) if deadline <= now => return self.apply(Input::TimeUp { now }),
             _ => self.look_at_age(),
         }
+        Ok(())
     }
 
     fn handle(&mut self, event: Event) -> Result<(), MachineError> {
         let event = self.hold_back(event).and_then(|event| self.defer_start_event(event));
         let Some(event) = event else { return Ok(()) };
         match event {
-            Event::Request { command, answer } => return self.requested(command, &answer),
+            Event::Request { command, answer } => self.requested(command, &answer),
             Event::Terminate => {
                 if let Err(refusal) = self.terminate() {
                     tracing::warn!(reason = refusal.message, "cannot stop");

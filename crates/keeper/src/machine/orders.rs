@@ -7,7 +7,7 @@ use hearth_api::{ApiError, CrashMethod, DiskSize, ErrorWord, EventKind, MachineS
 use hearth_recovery::journal::OrderNote;
 
 use super::state::Input;
-use super::{Life, Machine, MachineError};
+use super::{Life, Machine};
 use crate::control::{Answer, Command, Reply};
 
 const TOLD_TO_STOP: &str = "the machine was told to stop";
@@ -19,18 +19,17 @@ fn not_crashed(error: &dyn std::fmt::Display) -> ApiError {
 
 impl Machine {
     /// Obeys, answers, and then does what takes long.
-    pub(super) fn requested(&mut self, command: Command, answer: &Reply) -> Result<(), MachineError> {
+    pub(super) fn requested(&mut self, command: Command, answer: &Reply) {
         let to_rejuvenate = match &command {
             Command::Order(Order::Rejuvenate(request)) => Some(request.clone()),
             _ => None,
         };
-        let Some(reply) = self.obey(command, answer) else { return Ok(()) };
+        let Some(reply) = self.obey(command, answer) else { return };
         let is_accepted = reply.is_ok();
         // The client may have hung up.
         let _ = answer.send(reply);
-        match to_rejuvenate.filter(|_| is_accepted) {
-            Some(request) => self.rejuvenate(&request),
-            None => Ok(()),
+        if let Some(request) = to_rejuvenate.filter(|_| is_accepted) {
+            self.rejuvenate(&request);
         }
     }
 

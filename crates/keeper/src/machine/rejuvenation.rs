@@ -366,16 +366,8 @@ impl Machine {
         Ok(())
     }
 
-    /// Begins a hop: `launched` goes on with it.
-    pub(super) fn rejuvenate(&mut self, request: &RejuvenateRequest) -> Result<(), MachineError> {
-        // The keeper may begin this by itself while a save is under way.
-        self.cancel_save("its QEMU was told to be replaced");
-        if let Err(refusal) = self.may_replace_qemu() {
-            // The guest may be paused for a dump by now, and a failed hop would continue it.
-            let (phase, why) = (Phase::Launch.name().to_owned(), refusal.to_string());
-            self.context.record(EventKind::RejuvenationFailed { phase, why, guest_lost: false });
-            return Ok(());
-        }
+    /// Begins a hop: `launched` goes on with it. `may_replace_qemu` allows it.
+    pub(super) fn rejuvenate(&mut self, request: &RejuvenateRequest) {
         self.with_guest(|machine, life| {
             let ticker = (machine.context.qemu.accelerator.accelerator == Accelerator::Tcg).then(Ticker::watch);
             let mut progress = Progress::begin(&life.generation);
@@ -391,7 +383,6 @@ impl Machine {
                 }
             }
         });
-        Ok(())
     }
 
     fn launch_successor(&mut self, life: &Life, request: &RejuvenateRequest) -> Result<LaunchJob<Started>, Failure> {

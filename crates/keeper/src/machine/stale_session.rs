@@ -166,8 +166,6 @@ impl Machine {
             disk,
             "QEMU has not used its disk since a keeper died during its start: moving the guest to another QEMU"
         );
-        if let Err(error) = self.rejuvenate(&RejuvenateRequest::default()) {
-            tracing::error!(error = crate::chain(&error), "QEMU was not replaced");
-        }
+        self.rejuvenate(&RejuvenateRequest::default());
     }
 }
