@@ -136,7 +136,7 @@ fn hanging_disk_of_a_save_delays_nothing_else() -> Result<()> {
     verify(&vm)?;
     let another = vm.folder().join("another").display().to_string();
     let refused = vm.cli_output(&["save", vm.name(), "-o", &another])?;
-    assert!(refused.status != 0 && refused.text().contains("still waits for its disk"), "{}", refused.text());
+    assert!(refused.status != 0 && refused.text().contains("a cancelled save has not ended yet"), "{}", refused.text());
     vm.reboot_forced()?;
     vm.wait_incarnation(2)?;
     volume.resume();

@@ -29,8 +29,8 @@ impl Machine {
             );
         }
         if self.saves.current.as_ref().is_some_and(Saving::is_cancelled) {
-            let why = "cannot save: a cancelled save still waits for its disk to finish writing";
-            return refuse(why, "`hearth status` shows it until it has ended; check the disk it was writing to");
+            let why = "cannot save: a cancelled save has not ended yet";
+            return refuse(why, "try again; if `hearth status` still shows it, check the disk that it was writing to");
         }
         if self.saves.current.is_some() || self.saves.preparing.is_some() {
             return refuse("cannot save: another save is running", "`hearth status` shows its progress");
