@@ -67,7 +67,7 @@ pub struct Running<G> {
     pub pause: Option<Pause>,
     pub order: Option<Order>,
     /// The guest crashed, and QEMU is asked for its registers, once: then it is killed.
-    pub is_harvested: bool,
+    pub harvest_begun: bool,
 }
 
 pub struct Pause {
@@ -380,16 +380,16 @@ impl<G, L> State<G, L> {
 
     /// Whether the guest runs and no request ends it.
     pub fn is_undisturbed(&self) -> bool {
-        self.shown() == MachineState::Running && !self.has_order() && !self.is_harvested()
+        self.shown() == MachineState::Running && !self.has_order() && !self.harvest_begun()
     }
 
     /// Whether QEMU has reported that the running guest is about to end.
     pub fn is_ending(&self) -> bool {
-        matches!(self, Self::Running(Running { cause: Some(_), pause: None, .. })) || self.is_harvested()
+        matches!(self, Self::Running(Running { cause: Some(_), pause: None, .. })) || self.harvest_begun()
     }
 
-    fn is_harvested(&self) -> bool {
-        matches!(self, Self::Running(Running { is_harvested: true, .. }))
+    fn harvest_begun(&self) -> bool {
+        matches!(self, Self::Running(Running { harvest_begun: true, .. }))
     }
 }
 

@@ -56,7 +56,7 @@ impl Machine {
         let Some(saving) = self.saves.current.as_mut().filter(|saving| !saving.is_cancelled()) else { return };
         saving.progress.cancel(why);
         // It may be waiting for one.
-        saving.cues.close();
+        saving.commands.close();
         // In case it succeeds all the same.
         saving.then = SaveThen::Continue;
         let (generation, held) = (saving.generation, matches!(saving.held, Held::Since(_)));

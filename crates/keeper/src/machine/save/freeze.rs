@@ -36,14 +36,14 @@ impl Freezer {
     /// Freezes the file systems. The connection ends with this call: the thaw needs a connection of its own.
     pub fn freeze(
         &self,
-        cues: &Receiver<SaveCommand>,
+        commands: &Receiver<SaveCommand>,
         progress: &Progress,
         tell: &Tell,
         reporter: &Reporter<'_>,
     ) -> Result<(), SaveError> {
         let mut agent = self.ask(progress, |patience| Agent::reach(&self.channel, patience))?;
         tell.say(SaveMessage::Freezing);
-        next(cues, progress)?;
+        next(commands, progress)?;
         let began = Instant::now();
         let file_systems = self.ask(progress, |patience| agent.freeze(patience))?;
         let (folder, duration_ms) = (reporter.folder().to_owned(), began.elapsed().as_secs_f64() * 1e3);
@@ -79,7 +79,7 @@ impl Machine {
         self.saves.note_frozen(&mut self.context);
         self.context.save_journal();
         if let Some(saving) = &self.saves.current {
-            saving.cues.give(SaveCommand::Noted);
+            saving.commands.give(SaveCommand::Noted);
         }
     }
 

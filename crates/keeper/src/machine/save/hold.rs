@@ -24,34 +24,34 @@ use crate::event::SaveMessage;
 pub struct SaveCommands(Arc<Mutex<Option<Sender<SaveCommand>>>>);
 
 impl SaveCommands {
-    pub fn new(cues: Sender<SaveCommand>) -> Self {
-        Self(Arc::new(Mutex::new(Some(cues))))
+    pub fn new(commands: Sender<SaveCommand>) -> Self {
+        Self(Arc::new(Mutex::new(Some(commands))))
     }
 
-    pub fn give(&self, cue: SaveCommand) {
-        if let Some(cues) = &*self.cues() {
+    pub fn give(&self, command: SaveCommand) {
+        if let Some(commands) = &*self.commands() {
             // A thread that is gone has said why.
-            let _ = cues.send(cue);
+            let _ = commands.send(command);
         }
     }
 
     /// The save is called off. Its thread, if it waits, hears of that.
     pub fn close(&self) {
-        *self.cues() = None;
+        *self.commands() = None;
     }
 
     pub fn are_closed(&self) -> bool {
-        self.cues().is_none()
+        self.commands().is_none()
     }
 
-    fn cues(&self) -> MutexGuard<'_, Option<Sender<SaveCommand>>> {
+    fn commands(&self) -> MutexGuard<'_, Option<Sender<SaveCommand>>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 /// What is needed of the machine to take the moment.
 pub struct Hold {
-    cues: SaveCommands,
+    commands: SaveCommands,
     targets: Vec<Target>,
     disks: Vec<Observer>,
     config: Config,
@@ -64,7 +64,7 @@ pub struct Hold {
 impl Hold {
     pub fn begin(context: &Context, disks: &Disks, generation: &Generation, saving: &mut Saving) -> Self {
         Self {
-            cues: saving.cues.clone(),
+            commands: saving.commands.clone(),
             targets: std::mem::take(&mut saving.targets),
             disks: disks.observers(),
             config: context.config.clone(),
@@ -79,25 +79,25 @@ impl Hold {
         let failed = |error: &dyn std::error::Error| crate::chain(error);
         let connected = Connections::now(&self.disks);
         state::prepare(qmp, STATE_PATIENCE).map_err(|error| failed(&error))?;
-        if self.cues.are_closed() {
+        if self.commands.are_closed() {
             return Ok(());
         }
         tell.say(SaveMessage::Stands(Instant::now()));
         qmp.pause().map_err(|error| failed(&error))?;
-        self.cues.give(SaveCommand::Held);
-        if self.cues.are_closed() {
+        self.commands.give(SaveCommand::Held);
+        if self.commands.are_closed() {
             return Ok(());
         }
         let state = state::take(qmp, STATE_PATIENCE).map_err(|error| failed(&error))?;
         if !connected.have_lasted(&self.disks) {
             return Err("a disk lost its connection to QEMU meanwhile; try again".to_owned());
         }
-        let cues = self.cues.clone();
-        cues.give(SaveCommand::PausedState(Box::new(self.moment(state)?)));
+        let commands = self.commands.clone();
+        commands.give(SaveCommand::PausedState(Box::new(self.paused_state(state)?)));
         Ok(())
     }
 
-    fn moment(self, state: Vec<u8>) -> Result<PausedState, String> {
+    fn paused_state(self, state: Vec<u8>) -> Result<PausedState, String> {
         let Self { targets, disks, config, typed, identity, frozen, .. } = self;
         let parts = targets.iter().map(|target| {
             let (name, format) = (target.disk.clone(), target.format.to_owned());

@@ -113,7 +113,7 @@ pub struct Saving {
     targets: Vec<Target>,
     held: Held,
     progress: Arc<Progress>,
-    cues: SaveCommands,
+    commands: SaveCommands,
     thread: JoinHandle<Result<Written, SaveError>>,
 }
 
@@ -141,7 +141,7 @@ impl Saving {
     }
 
     fn is_cancelled(&self) -> bool {
-        self.cues.are_closed()
+        self.commands.are_closed()
     }
 }
 
@@ -305,7 +305,7 @@ impl Machine {
         let to_upload = upload.as_ref().map_or(0, |upload| upload.expected.bytes());
         let progress = Arc::new(Progress::begin(folder.clone(), pages, to_copy, to_upload));
         let tell = Tell { tell: self.context.outside.tell.clone(), number };
-        let (cues, heard) = mpsc::channel();
+        let (commands, heard) = mpsc::channel();
         let task = Task {
             draft,
             ram: life.incarnation.ram.clone(),
@@ -313,7 +313,7 @@ impl Machine {
             compress: request.compress,
             freezer: self.freezer(request.freeze),
             dedup: life.incarnation.ledger.clone().filter(|_| request.dedup_disk),
-            cues: heard,
+            commands: heard,
             progress: progress.clone(),
             tell: tell.clone(),
             disks: self.disks.servers.iter().map(DiskServer::pressure).collect(),
@@ -340,7 +340,7 @@ impl Machine {
             targets,
             held,
             progress,
-            cues: SaveCommands::new(cues),
+            commands: SaveCommands::new(commands),
             thread,
         });
         self.context.record(EventKind::SaveStarted { folder, held_why });
@@ -393,7 +393,7 @@ impl Machine {
             self.context.save_journal();
         }
         if let Some(saving) = &self.saves.current {
-            saving.cues.give(SaveCommand::Noted);
+            saving.commands.give(SaveCommand::Noted);
         }
     }
 

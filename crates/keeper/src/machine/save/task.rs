@@ -73,7 +73,7 @@ pub struct Task {
     pub freezer: Option<Freezer>,
     /// Ledger that says which pages may be blocks of disks. Such pages are stored as the block's location.
     pub dedup: Option<Arc<Mutex<Ledger>>>,
-    pub cues: Receiver<SaveCommand>,
+    pub commands: Receiver<SaveCommand>,
     pub progress: Arc<Progress>,
     pub tell: Tell,
     /// Load of the guest's disks.
@@ -128,7 +128,7 @@ impl AccessTracking {
     /// watched.
     fn scan(
         self,
-        cues: &Receiver<SaveCommand>,
+        commands: &Receiver<SaveCommand>,
         progress: &Progress,
         tell: &Tell,
         reporter: &Reporter<'_>,
@@ -140,7 +140,7 @@ impl AccessTracking {
         };
         let (began, rounds) = (Instant::now(), plan.rounds);
         tell.say(SaveMessage::Scanning);
-        next(cues, progress)?;
+        next(commands, progress)?;
         let used = scan.run(plan, |rounds_done, period| {
             if rounds_done == 0 {
                 qemu.prepare();
@@ -187,12 +187,12 @@ impl Task {
     }
 
     fn write(self, orders: &Orders) -> Result<CompleteSnapshot, SaveError> {
-        let Self { upload: _, mut draft, ram, sight, compress, freezer, dedup, cues, progress, tell, disks } = self;
+        let Self { upload: _, mut draft, ram, sight, compress, freezer, dedup, commands, progress, tell, disks } = self;
         let mut reporter = Reporter::new(&progress, &tell);
         if let Some(freezer) = &freezer {
             freezer.must_be_answered(&progress)?;
         }
-        let (mut used, writers) = sight.scan(&cues, &progress, &tell, &reporter)?;
+        let (mut used, writers) = sight.scan(&commands, &progress, &tell, &reporter)?;
         reporter.begin_copy();
         let is_packed = compress || dedup.is_some();
         let path = if is_packed { draft.plain_ram_path() } else { draft.ram_path() };
@@ -211,7 +211,7 @@ impl Task {
             used.add_mapped(writers)?;
         }
         if let Some(freezer) = &freezer {
-            freezer.freeze(&cues, &progress, &tell, &reporter)?;
+            freezer.freeze(&commands, &progress, &tell, &reporter)?;
             if let (Some(writers), Some(approach)) = (&writers, &mut approach) {
                 // Pages that the guest has written while the thread waited for its agent.
                 approach.add(copy.approach(writers, &mut reporter)?);
@@ -219,12 +219,12 @@ impl Task {
         }
         orders.give(Order::Hold);
         tell.say(SaveMessage::Settled);
-        next(&cues, &progress)?;
+        next(&commands, &progress)?;
         let mut pages_held = match &writers {
             Some(writers) => copy.keep_rest(writers, &mut reporter)?,
             None => copy.copy_all(&mut reporter)?,
         };
-        let Some(moment) = next(&cues, &progress)? else { return Err(SaveError::Abandoned) };
+        let Some(paused) = next(&commands, &progress)? else { return Err(SaveError::Abandoned) };
         if let Some(writers) = &writers {
             // QEMU has handed over its state, and nobody writes any more.
             pages_held += copy.keep_rest(writers, &mut reporter)?;
@@ -233,7 +233,7 @@ impl Task {
         orders.give(Order::GoOn);
         drop(writers);
         let candidates = dedup.map(|ledger| candidates(&ledger));
-        let PausedState { machine, state, mut manifest, images } = *moment;
+        let PausedState { machine, state, mut manifest, images } = *paused;
         // Images first: the guest's own writes have to wait for them.
         for (image, part) in images.into_iter().zip(&mut manifest.disks) {
             part.bytes = image.complete(&disks, &mut reporter)?;
@@ -289,7 +289,7 @@ pub fn next(commands: &Receiver<SaveCommand>, progress: &Progress) -> Result<Opt
     progress.must_go_on()?;
     match command {
         Ok(SaveCommand::Noted | SaveCommand::Held) => Ok(None),
-        Ok(SaveCommand::PausedState(moment)) => Ok(Some(moment)),
+        Ok(SaveCommand::PausedState(paused)) => Ok(Some(paused)),
         Err(_) => Err(SaveError::Abandoned),
     }
 }

@@ -76,7 +76,7 @@ impl<L> Starting<L> {
 
 impl<G> Running<G> {
     fn of(guest: G) -> Self {
-        Self { guest, cause: None, pause: None, order: None, is_harvested: false }
+        Self { guest, cause: None, pause: None, order: None, harvest_begun: false }
     }
 
     fn step<L>(mut self, input: Input<G, L>) -> Next<G, L> {
@@ -142,7 +142,7 @@ impl<G> Running<G> {
             OnPanic::DumpAndRecover => {
                 self.cause.get_or_insert(cause);
                 // A QEMU that repeats itself is not asked again.
-                let begun = std::mem::replace(&mut self.is_harvested, true);
+                let begun = std::mem::replace(&mut self.harvest_begun, true);
                 return if begun { vec![] } else { vec![Action::Harvest] };
             }
             OnPanic::Recover => return vec![self.kill(cause)],

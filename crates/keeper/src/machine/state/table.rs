@@ -65,7 +65,7 @@ const TABLE: &str = "
     running                 | continued                                           | same
     running                 | saved to stop                                       | running, stop at 60 s, stop was ordered; kill QEMU
     running                 | shuts down                                          | running, guest powered off
-    running                 | crashes to dump and recover                         | running, guest panicked, harvested; harvest
+    running                 | crashes to dump and recover                         | running, guest panicked, harvest begun; harvest
     running                 | crashes to recover                                  | running, guest panicked; kill QEMU
     running                 | crashes to dump                                     | paused, guest panicked; note idle disks, dump it
     running                 | crashes to pause                                    | paused, guest panicked; note idle disks
@@ -84,7 +84,7 @@ const TABLE: &str = "
     ending | paused                         | paused, guest powered off
     ending | continued, shuts down          | same
     ending | saved to stop                  | running, stop at 60 s, guest powered off; kill QEMU
-    ending | crashes to dump and recover    | running, guest powered off, harvested; harvest
+    ending | crashes to dump and recover    | running, guest powered off, harvest begun; harvest
     ending | crashes to recover, misbehaves | same; kill QEMU
     ending | crashes to dump                | paused, guest panicked; note idle disks, dump it
     ending | crashes to pause               | paused, guest panicked; note idle disks
@@ -101,7 +101,7 @@ const TABLE: &str = "
     paused | continued                   | running
     paused | saved to stop               | running, stop at 60 s, stop was ordered; kill QEMU
     paused | shuts down                  | paused, guest powered off
-    paused | crashes to dump and recover | paused, guest panicked, harvested; harvest
+    paused | crashes to dump and recover | paused, guest panicked, harvest begun; harvest
     paused | crashes to recover          | paused, guest panicked; kill QEMU
     paused | crashes to dump             | paused, guest panicked; note idle disks, dump it
     paused | crashes to pause            | paused, guest panicked; note idle disks
@@ -122,7 +122,7 @@ const TABLE: &str = "
     rebooting           | paused                                             | paused, reboot within 30 s
     rebooting           | saved to stop                                      | running, stop within 60 s, stop was ordered; kill QEMU
     rebooting           | shuts down                                         | running, reboot within 30 s, reboot was ordered
-    rebooting           | crashes to dump and recover                        | running, reboot within 30 s, guest panicked, harvested; harvest
+    rebooting           | crashes to dump and recover                        | running, reboot within 30 s, guest panicked, harvest begun; harvest
     rebooting           | crashes to recover                                 | running, reboot within 30 s, guest panicked; kill QEMU
     rebooting           | crashes to dump                                    | running, reboot within 30 s, guest panicked; dump it
     rebooting           | crashes to pause                                   | running, reboot within 30 s, guest panicked
@@ -140,7 +140,7 @@ const TABLE: &str = "
     stopping | paused                             | paused, stop within 30 s
     stopping | saved to stop                      | running, stop within 60 s, stop was ordered; kill QEMU
     stopping | shuts down                         | running, stop within 30 s, stop was ordered
-    stopping | crashes to dump and recover        | running, stop within 30 s, guest panicked, harvested; harvest
+    stopping | crashes to dump and recover        | running, stop within 30 s, guest panicked, harvest begun; harvest
     stopping | crashes to recover                 | running, stop within 30 s, guest panicked; kill QEMU
     stopping | crashes to dump                    | running, stop within 30 s, guest panicked; dump it
     stopping | crashes to pause                   | running, stop within 30 s, guest panicked
@@ -149,21 +149,21 @@ const TABLE: &str = "
     stopping | time is up                         | running, stop at 160 s, stop was ordered; tell power cut, kill QEMU
     stopping | ended, rehearsal ended             | dumping, told to stop; end last life: QEMU died, wait for dumps
 
-    harvesting | reboot                                          | running, reboot within 60 s, guest panicked, harvested; press power button, note reboot
-    harvesting | cold reboot                                     | running, cold reboot within 60 s, guest panicked, harvested; press power button, note cold reboot
-    harvesting | forced reboot                                   | running, reboot at 0 s, guest panicked, harvested; note reboot
-    harvesting | stop, signal                                    | running, stop within 60 s, guest panicked, harvested; press power button, note stop
-    harvesting | forced stop                                     | running, stop at 0 s, guest panicked, harvested; note stop
-    harvesting | reboot found                                    | running, reboot within 60 s, guest panicked, harvested; press power button
-    harvesting | stop found                                      | running, stop within 60 s, guest panicked, harvested; press power button
-    harvesting | paused                                          | paused, guest panicked, harvested
-    harvesting | saved to stop                                   | running, stop at 60 s, guest panicked, harvested; kill QEMU
+    harvesting | reboot                                          | running, reboot within 60 s, guest panicked, harvest begun; press power button, note reboot
+    harvesting | cold reboot                                     | running, cold reboot within 60 s, guest panicked, harvest begun; press power button, note cold reboot
+    harvesting | forced reboot                                   | running, reboot at 0 s, guest panicked, harvest begun; note reboot
+    harvesting | stop, signal                                    | running, stop within 60 s, guest panicked, harvest begun; press power button, note stop
+    harvesting | forced stop                                     | running, stop at 0 s, guest panicked, harvest begun; note stop
+    harvesting | reboot found                                    | running, reboot within 60 s, guest panicked, harvest begun; press power button
+    harvesting | stop found                                      | running, stop within 60 s, guest panicked, harvest begun; press power button
+    harvesting | paused                                          | paused, guest panicked, harvest begun
+    harvesting | saved to stop                                   | running, stop at 60 s, guest panicked, harvest begun; kill QEMU
     harvesting | continued, shuts down                           | same
     harvesting | crashes to dump and recover                     | same
     harvesting | crashes to recover, misbehaves                  | same; kill QEMU
-    harvesting | crashes to dump                                 | paused, guest panicked, harvested; note idle disks, dump it
-    harvesting | crashes to pause                                | paused, guest panicked, harvested; note idle disks
-    harvesting | watchdog resets                                 | running, guest stopped feeding its watchdog, harvested
+    harvesting | crashes to dump                                 | paused, guest panicked, harvest begun; note idle disks, dump it
+    harvesting | crashes to pause                                | paused, guest panicked, harvest begun; note idle disks
+    harvesting | watchdog resets                                 | running, guest stopped feeding its watchdog, harvest begun
     harvesting | ended                                           | recovering; end life: guest panicked
     harvesting | rehearsal ended                                 | dumping; end last life: guest panicked, wait for dumps
     harvesting | runs, recovery's, dumps over, too early, time is up | same
@@ -245,13 +245,13 @@ fn states(start: Instant) -> Vec<(&'static str, State<Guest, Launch>)> {
     let starting = |launch, stops: bool| {
         State::Starting(Starting { launch, stop: stops.then_some(StopOrder { force: false, given: start }) })
     };
-    let running = |order, cause| State::Running(Running { guest: (), cause, pause: None, order, is_harvested: false });
+    let running = |order, cause| State::Running(Running { guest: (), cause, pause: None, order, harvest_begun: false });
     let harvesting = State::Running(Running {
         guest: (),
         cause: Some(EndCause::Panic),
         pause: None,
         order: None,
-        is_harvested: true,
+        harvest_begun: true,
     });
     let pause = Some(Pause { why: None });
     let recovering =
@@ -267,7 +267,7 @@ fn states(start: Instant) -> Vec<(&'static str, State<Guest, Launch>)> {
         ("first resumed", starting(None, true)),
         ("running", running(None, None)),
         ("ending", running(None, Some(EndCause::GuestShutdown))),
-        ("paused", State::Running(Running { guest: (), cause: None, pause, order: None, is_harvested: false })),
+        ("paused", State::Running(Running { guest: (), cause: None, pause, order: None, harvest_begun: false })),
         ("harvesting", harvesting),
         ("rebooting", running(order(REBOOT), None)),
         ("stopping", running(order(OrderNote::Stop), None)),
@@ -348,14 +348,14 @@ fn describe(state: &State<Guest, Launch>, start: Instant) -> String {
             let with = |holds_guest: bool| if holds_guest { " with a guest" } else { "" };
             words.extend(launch.as_ref().map(|launching| format!("launching{}", with(launching.holds_guest))));
         }
-        State::Running(Running { cause, pause, order, is_harvested, .. }) => {
+        State::Running(Running { cause, pause, order, harvest_begun, .. }) => {
             words.push(if pause.is_some() { "paused" } else { "running" }.to_owned());
             words.extend(order.map(|Order { note, power_off_at, asked }| {
                 let by = if asked { "within" } else { "at" };
                 format!("{} {by} {} s", word(note), seconds(power_off_at))
             }));
             words.extend(cause.map(|cause| cause.words().to_owned()));
-            words.extend(is_harvested.then(|| "harvested".to_owned()));
+            words.extend(harvest_begun.then(|| "harvest begun".to_owned()));
         }
         State::Recovering(Recovering { order, back_off, launch, .. }) => {
             words.push("recovering".to_owned());
