@@ -11,6 +11,7 @@
 //! disks of a restored guest, which wait for its memory. A thread that hangs in the kernel can hold up the end of the process;
 //! nothing can be done about that.
 
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, Mutex};
@@ -210,10 +211,9 @@ impl Watchdog {
 fn cut(context: &WatchdogContext, why: &str) -> ! {
     let WatchdogContext { machine, runtime_folder, memory_folder, event_log, .. } = context;
     tracing::error!(machine, why, "killing its QEMU and ending the keeper");
-    if let Some(qemu) = life::living_qemu(runtime_folder) {
-        life::kill(&qemu);
-    }
-    for pid in qemus_of(runtime_folder, memory_folder) {
+    let recorded = life::living_qemu(runtime_folder).map(|qemu| qemu.pid);
+    let pids: BTreeSet<_> = qemus_of(runtime_folder, memory_folder).into_iter().chain(recorded).collect();
+    for pid in pids {
         if !hearth_qemu::kill_stray(pid) {
             tracing::error!(pid, "QEMU does not exit; the machine may not start");
         }

@@ -82,15 +82,7 @@ pub fn has_keeper(runtime_folder: &Path) -> bool {
     rustix::fs::flock(&file, FlockOperation::NonBlockingLockShared) == Err(rustix::io::Errno::WOULDBLOCK)
 }
 
-/// Ends it at once.
-pub fn kill(qemu: &QemuIdentity) {
-    let id = ProcessId { pid: qemu.pid, start_ticks: qemu.start_ticks };
-    if let Ok(process) = Process::adopt(id, Path::new("/dev/null")) {
-        process.kill();
-    }
-}
-
 fn is_alive(qemu: &QemuIdentity) -> bool {
-    // Its log is not needed, because it is only killed.
+    // Its log is not needed.
     Process::adopt(ProcessId { pid: qemu.pid, start_ticks: qemu.start_ticks }, Path::new("/dev/null")).is_ok()
 }
