@@ -260,24 +260,17 @@ fn memory_or(options: &NvramOptions, mirror: Option<(&File, &Path)>) -> Result<O
     }
 }
 
-/// Name of a memory file until it is complete.
-pub fn fresh_file(path: &Path) -> PathBuf {
-    let mut fresh = path.as_os_str().to_owned();
-    fresh.push(".new");
-    fresh.into()
-}
-
 /// Makes the memory file, whole before it has its name.
 fn fill(options: &NvramOptions, path: &Path, mirror: Option<(&File, &Path)>) -> Result<Origin, NvramError> {
-    let fresh = fresh_file(path);
-    let origin = fill_under(&fresh, options, mirror);
-    let named = origin.and_then(|origin| match fs::rename(&fresh, path) {
-        Ok(()) => Ok(origin),
-        Err(source) => Err(failed(options, path, "name", source)),
+    let mut fresh = path.as_os_str().to_owned();
+    fresh.push(".new");
+    let fresh = Path::new(&fresh);
+    let filled = fill_under(fresh, options, mirror).and_then(|origin| {
+        fs::rename(fresh, path).map(|()| origin).map_err(|source| failed(options, path, "name", source))
     });
-    named.inspect_err(|_| {
+    filled.inspect_err(|_| {
         // It would keep its memory.
-        let _ = fs::remove_file(&fresh);
+        let _ = fs::remove_file(fresh);
     })
 }
 
