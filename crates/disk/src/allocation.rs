@@ -4,7 +4,7 @@ use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 
 /// Upper limit for one allocation on behalf of a guest, of QEMU or of a partition table: none needs more.
-pub const FOREIGN_BYTES_MAX: usize = 64 << 10;
+pub(crate) const FOREIGN_BYTES_MAX: usize = 64 << 10;
 
 thread_local! {
     /// Allocated and not given back by this thread, and the most of it since it was last asked.
@@ -55,7 +55,7 @@ unsafe impl GlobalAlloc for Counting {
 
 /// Runs `work`. Fails if this thread held more than `bytes_max` of what was allocated meanwhile at any moment.
 #[track_caller]
-pub fn with_ceiling<T>(bytes_max: usize, work: impl FnOnce() -> T) -> T {
+pub(crate) fn with_ceiling<T>(bytes_max: usize, work: impl FnOnce() -> T) -> T {
     let before = HELD.with(|held| {
         let (now, _) = held.get();
         held.set((now, now));

@@ -92,7 +92,7 @@ impl EventLog {
     }
 
     /// Later records belong to this incarnation.
-    pub fn set_incarnation(&self, incarnation: u32) {
+    pub(crate) fn set_incarnation(&self, incarnation: u32) {
         self.inner.incarnation.store(incarnation, Relaxed);
     }
 
@@ -118,7 +118,7 @@ impl EventLog {
     }
 
     /// Records the machine's state if it differs from the one recorded last. A keeper begins with Starting.
-    pub fn record_state(&self, to: MachineState) {
+    pub(crate) fn record_state(&self, to: MachineState) {
         let from = std::mem::replace(&mut self.ring().state, to);
         if from != to {
             self.record(EventKind::StateChanged { from, to });
@@ -141,7 +141,7 @@ impl EventLog {
     }
 
     /// A reader of everything after `since`.
-    pub fn subscribe(&self, since: u64) -> Subscription {
+    pub(crate) fn subscribe(&self, since: u64) -> Subscription {
         // A sequence number from the future belongs to a removed file: start with the oldest record.
         let since = if since > self.last_sequence() { 0 } else { since };
         Subscription { log: self.clone(), read: since }

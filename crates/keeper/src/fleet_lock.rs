@@ -73,7 +73,7 @@ impl FleetLock {
     }
 
     /// Waits until the server grants this host a slot.
-    pub fn acquire(&self, wait: Duration) -> Result<(), FleetLockError> {
+    pub(crate) fn acquire(&self, wait: Duration) -> Result<(), FleetLockError> {
         self.post_until_success("v1/pre-reboot", wait)
     }
 

@@ -93,7 +93,7 @@ impl Outcome {
     }
 
     /// Whether `resume` still has to handle it.
-    pub fn is_open(self) -> bool {
+    pub(crate) fn is_open(self) -> bool {
         matches!(self, Self::Begun | Self::Parked | Self::Down)
     }
 }
@@ -127,7 +127,7 @@ impl Record {
     }
 
     /// This host's record; none also if it cannot be read, as by other users.
-    pub fn of_this_host() -> Option<Self> {
+    pub(crate) fn of_this_host() -> Option<Self> {
         let place = std::env::var_os(PLACE_VARIABLE).map_or_else(|| PathBuf::from(PLACE), PathBuf::from);
         Self::load(&place).ok()
     }
@@ -143,7 +143,7 @@ impl Record {
     }
 
     /// Machines of a runtime root whose guests may be parked in memory.
-    pub fn names_parked_in(&self, root: &Path) -> Vec<String> {
+    pub(crate) fn names_parked_in(&self, root: &Path) -> Vec<String> {
         self.open_machines(root).map(|machine| machine.name.clone()).collect()
     }
 

@@ -21,7 +21,7 @@ use crate::lazy_restore::Mode;
 use crate::rejuvenation::ClockDebt;
 
 /// Increased when a field changes its meaning. A keeper refuses journals of versions that it does not know.
-pub const JOURNAL_VERSION: u32 = 1;
+pub(crate) const JOURNAL_VERSION: u32 = 1;
 
 /// The journal of one machine.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

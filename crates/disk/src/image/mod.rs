@@ -166,7 +166,7 @@ impl Image {
     }
 
     /// Brings the image's file up to date, from any thread.
-    pub fn committer(&self) -> Committer {
+    pub(crate) fn committer(&self) -> Committer {
         match &self.contents {
             Contents::Raw(_) => Committer::default(),
             Contents::Qcow2(qcow2) => qcow2.committer(),
@@ -215,12 +215,12 @@ impl Image {
     }
 
     /// The guest's sector size. Always 512, as with QEMU: it is part of what partition tables on the disk mean.
-    pub fn logical_block_bytes(&self) -> u32 {
+    pub(crate) fn logical_block_bytes(&self) -> u32 {
         512
     }
 
     /// The size that the guest should align to: a smaller write is a read-modify-write somewhere.
-    pub fn physical_block_bytes(&self) -> u32 {
+    pub(crate) fn physical_block_bytes(&self) -> u32 {
         match &self.contents {
             Contents::Raw(raw) => raw.physical_block_bytes(),
             Contents::Qcow2(_) => BLOCK_BYTES as u32,
@@ -228,7 +228,7 @@ impl Image {
     }
 
     /// Preferred size of an operation: 0 if there is none; a cluster for qcow2, so that writes fill what they allocate.
-    pub fn optimal_io_bytes(&self) -> u32 {
+    pub(crate) fn optimal_io_bytes(&self) -> u32 {
         match &self.contents {
             Contents::Raw(raw) => raw.optimal_io_bytes(),
             Contents::Qcow2(qcow2) => qcow2.cluster_bytes(),
@@ -236,7 +236,7 @@ impl Image {
     }
 
     /// Whether its storage can give space back.
-    pub fn supports_discard(&self) -> bool {
+    pub(crate) fn supports_discard(&self) -> bool {
         match &self.contents {
             Contents::Raw(raw) => raw.supports_discard(),
             Contents::Qcow2(qcow2) => !self.read_only && qcow2.supports_discard(),
@@ -274,7 +274,7 @@ impl Image {
     }
 
     /// Reads the image's size again, after it was resized from outside.
-    pub fn refresh_bytes(&mut self) -> io::Result<u64> {
+    pub(crate) fn refresh_bytes(&mut self) -> io::Result<u64> {
         match &mut self.contents {
             Contents::Raw(raw) => raw.refresh_bytes(),
             // Its size is in its header, which nobody else may write while we hold it.

@@ -99,7 +99,7 @@ impl Ledger {
     }
 
     /// Allocates all the space that it will ever need, so that every entry has some.
-    pub fn take_room(&self) -> Result<(), LedgerError> {
+    pub(crate) fn take_room(&self) -> Result<(), LedgerError> {
         let failed = |source| LedgerError::Access { path: self.path.clone(), action: "allocate the space of", source };
         self.table.take_all().map_err(failed)
     }

@@ -139,7 +139,7 @@ impl MemoryFile {
         ForeignFd::from(file.0).sealed_memory().unwrap()
     }
 
-    pub fn new_unsealed(bytes: u64) -> Self {
+    pub(crate) fn new_unsealed(bytes: u64) -> Self {
         let fd = rustix::fs::memfd_create("test", rustix::fs::MemfdFlags::ALLOW_SEALING).unwrap();
         rustix::fs::ftruncate(&fd, bytes).unwrap();
         ForeignFd::from(fd).guest_memory().unwrap()

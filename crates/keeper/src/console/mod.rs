@@ -102,7 +102,7 @@ impl Hub {
     }
 
     /// Continues with the expected QEMU or with the old one. Returns when that is done.
-    pub fn end_switch(&self, taken_over: bool) {
+    pub(crate) fn end_switch(&self, taken_over: bool) {
         let (done, answer) = channel();
         self.order(Order::EndSwitch { taken_over, done });
         // Fails only if the thread has ended, which it reports itself.

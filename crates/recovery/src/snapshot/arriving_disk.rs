@@ -73,7 +73,7 @@ impl ArrivingDisk {
     }
 
     /// Fetches everything now. Calls `progress` with the bytes that are present and the total.
-    pub fn bring_all(&self, progress: &mut dyn FnMut(u64, u64)) -> Result<(), SnapshotError> {
+    pub(crate) fn bring_all(&self, progress: &mut dyn FnMut(u64, u64)) -> Result<(), SnapshotError> {
         self.arrival.set_miss_policy(MissPolicy::Wait);
         let mut asked_to = 0;
         while let Some((order, _)) = self.arrival.next(|| Some(())) {
@@ -90,7 +90,7 @@ impl ArrivingDisk {
     }
 
     /// Fetches the image's tables, without which no image over it can be opened.
-    pub fn bring_tables(&self, disk: &DiskPart) -> Result<(), SnapshotError> {
+    pub(crate) fn bring_tables(&self, disk: &DiskPart) -> Result<(), SnapshotError> {
         let options = ImageOptions {
             path: self.arrival.path().to_owned(),
             format: if disk.format == "qcow2" { Format::Qcow2 } else { Format::Raw },

@@ -35,7 +35,7 @@ pub mod tests {
     }
 
     /// Runs `work` so that its write number `left`, counted from 0, and all later ones fail with `errno`.
-    pub fn failing_from<T>(left: u64, errno: i32, work: impl FnOnce() -> T) -> T {
+    pub(crate) fn failing_from<T>(left: u64, errno: i32, work: impl FnOnce() -> T) -> T {
         PLAN.set(Some((left, errno)));
         let result = work();
         PLAN.set(None);

@@ -129,7 +129,7 @@ impl SnapshotError {
     }
 
     /// Whether a store does not answer; then nothing is wrong with the snapshot.
-    pub fn is_away(&self) -> bool {
+    pub(crate) fn is_away(&self) -> bool {
         matches!(self, Self::Store(_) | Self::AwayPages { .. })
     }
 }

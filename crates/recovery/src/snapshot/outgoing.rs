@@ -70,7 +70,7 @@ impl Outgoing {
     }
 
     /// Takes the next part that is due. Its bytes must be read after that.
-    pub fn take_due(&self) -> Option<Due> {
+    pub(crate) fn take_due(&self) -> Option<Due> {
         let mut state = self.lock();
         let next = self.bytes_of(state.next, state.bytes);
         let number = if next.end - next.start == self.part_bytes || (state.finished && !next.is_empty()) {

@@ -11,9 +11,9 @@ use std::ops::Range;
 use super::elf::{ElfError, Headers};
 
 /// Maximum size of all notes. 4096 CPUs have 3.3 MiB of them, and QEMU takes at most 1 MiB of VMCOREINFO from a guest.
-pub const NOTES_BYTES_MAX: usize = 8 << 20;
+pub(crate) const NOTES_BYTES_MAX: usize = 8 << 20;
 /// Maximum size of a dump of one byte: headers, notes and that byte.
-pub const TINY_DUMP_BYTES_MAX: usize = NOTES_BYTES_MAX + (1 << 20);
+pub(crate) const TINY_DUMP_BYTES_MAX: usize = NOTES_BYTES_MAX + (1 << 20);
 
 const NOTE_HEAD_BYTES: usize = 12;
 const NT_PRSTATUS: u32 = 1;
@@ -110,7 +110,7 @@ impl Notes {
     }
 
     /// The value of one line `key=value` of VMCOREINFO.
-    pub fn vmcoreinfo_value(&self, key: &str) -> Option<&str> {
+    pub(crate) fn vmcoreinfo_value(&self, key: &str) -> Option<&str> {
         let lines = self.vmcoreinfo()?.split(|byte| *byte == b'\n');
         let value = |line: &'_ [u8]| line.strip_prefix(key.as_bytes())?.strip_prefix(b"=").map(<[u8]>::len);
         let (line, bytes) = lines.map(|line| (line, value(line))).find_map(|(line, len)| Some((line, len?)))?;

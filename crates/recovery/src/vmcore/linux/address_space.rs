@@ -121,7 +121,7 @@ impl<'m, M: PhysicalMemory> AddressSpace<'m, M> {
 
     /// Fills what can be read, and the rest with zeroes. Calls `unreadable` with the range in `into` of each piece that
     /// cannot be read.
-    pub fn read_pieces(
+    pub(crate) fn read_pieces(
         &self,
         address: u64,
         into: &mut [u8],
@@ -158,7 +158,7 @@ impl<'m, M: PhysicalMemory> AddressSpace<'m, M> {
     }
 
     /// The 32-bit number at a virtual address.
-    pub fn read_u32(&self, address: u64) -> Result<u32, Unreadable> {
+    pub(crate) fn read_u32(&self, address: u64) -> Result<u32, Unreadable> {
         let mut bytes = [0; 4];
         self.read(address, &mut bytes).map(|()| u32::from_le_bytes(bytes))
     }

@@ -44,7 +44,7 @@ impl Vmcoreinfo {
     }
 
     /// The VMCOREINFO among ELF notes, as QEMU or a dump file has them.
-    pub fn in_notes(notes: &[u8]) -> Option<Self> {
+    pub(crate) fn in_notes(notes: &[u8]) -> Option<Self> {
         let mut rest = notes;
         while let Some((name, text, after)) = split_note(rest) {
             if name == NAME {
