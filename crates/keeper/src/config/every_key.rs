@@ -8,8 +8,8 @@ use super::fields::{Field, Kind, Section};
 use super::{Config, ConfigFile, Configured};
 use crate::runtime_root::RuntimeRoot;
 
-/// No single file can contain every key.
-const FILES: [&str; 4] = [
+/// No single file can contain every key; the first one has most of them.
+pub const FILES: [&str; 4] = [
     r#"
         name = "web"
         memory = "256MiB"

@@ -8,6 +8,7 @@ use super::*;
 
 mod living;
 mod remount;
+mod shown;
 
 const SMALL: &str = "name = \"web\"\nmemory = \"1GiB\"\n[boot]\nkernel = \"vmlinuz\"\n";
 
