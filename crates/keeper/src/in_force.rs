@@ -45,11 +45,11 @@ fn living_guest(today: &Configured, root: &RuntimeRoot) -> Option<String> {
 /// For a guest of an earlier keeper, which noted little: the current file, except for what was noted.
 fn of_earlier_keeper(today: &Configured, runtime_folder: PathBuf, journal: &Journal) -> String {
     let mut then = today.clone();
-    let ram = fs::metadata(ram_path(&today.config.memory_folder, journal.incarnation));
+    let ram = fs::metadata(ram_path(&today.config.folders.memory, journal.incarnation));
     let ram_bytes = ram.map_or(journal.ram_bytes, |ram| ram.len());
     then.typed.memory = Some(format!("{}MiB", ram_bytes >> 20));
     then.typed.guest_agent = journal.qemu.as_ref().map(|qemu| qemu.guest_agent);
-    if runtime_folder != today.config.runtime_folder {
+    if runtime_folder != today.config.folders.runtime {
         then.typed.runtime_folder = Some(runtime_folder.display().to_string());
     }
     then.for_journal()
@@ -72,11 +72,11 @@ mod tests {
         fs::write(&file, format!("name = \"web\"\nmemory = \"64MiB\"\n{typed}\n[boot]\nkernel = \"k\"\n")).unwrap();
         let today = Configured::load(&file, &root).unwrap();
         if let Some(journal) = journal {
-            fs::create_dir_all(&today.config.runtime_folder).unwrap();
-            journal.save(&today.config.runtime_folder.join("journal.json")).unwrap();
+            fs::create_dir_all(&today.config.folders.runtime).unwrap();
+            journal.save(&today.config.folders.runtime.join("journal.json")).unwrap();
         }
         let now = in_force(today, &root).unwrap().now;
-        assert_eq!(now.config.machine_type.as_deref(), expect);
+        assert_eq!(now.config.guest.machine_type.as_deref(), expect);
         assert_eq!(now.typed.machine_type.as_deref(), expect, "for journal and snapshot");
     }
 

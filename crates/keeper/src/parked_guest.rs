@@ -16,7 +16,7 @@ pub fn find_parked(config: &Config, root: &RuntimeRoot) -> Option<(PathBuf, Park
         Some(journal) => journal.guest.parked_in().map(Path::to_owned),
         None => Record::of_this_host().and_then(|record| record.left_in(root.path(), &config.name)),
     };
-    let mut folders = left_in.iter().chain([&config.memory_folder]);
+    let mut folders = left_in.iter().chain([&config.folders.memory]);
     folders.find_map(|folder| Some((folder.clone(), parked::find(folder).ok().flatten()?)))
 }
 
@@ -28,5 +28,5 @@ pub fn journal(config: &Config, root: &RuntimeRoot) -> Option<Journal> {
 /// The runtime folder in the file, and the one that the machine had under its name before the file was changed.
 pub fn runtime_folders(config: &Config, root: &RuntimeRoot) -> impl Iterator<Item = PathBuf> {
     let entered = fs::canonicalize(root.machine(&config.name)).ok();
-    [Some(config.runtime_folder.clone()), entered].into_iter().flatten()
+    [Some(config.folders.runtime.clone()), entered].into_iter().flatten()
 }

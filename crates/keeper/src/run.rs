@@ -167,7 +167,7 @@ fn choose_qemu(
         Some(next) => find_qemu(&next.config, None, folders)?,
         None => find_qemu(&now.config, found, folders)?,
     };
-    if let (None, Some(binary)) = (&now.config.machine_type, &binary) {
+    if let (None, Some(binary)) = (&now.config.guest.machine_type, &binary) {
         now.or_machine_type(binary.newest_machine_type()?);
     }
     Ok((binary, chosen))
@@ -227,8 +227,8 @@ fn find_qemu(
     folders: &Folders,
 ) -> Result<(Option<Binary>, AcceleratorChoice), RunError> {
     let find = || {
-        let binary = found.map_or_else(|| Binary::find(config.qemu.as_deref()), Ok)?;
-        let (wanted, cpu_model) = (config.accelerator, config.cpu_model.as_deref());
+        let binary = found.map_or_else(|| Binary::find(config.qemu.program.as_deref()), Ok)?;
+        let (wanted, cpu_model) = (config.guest.accelerator, config.guest.cpu_model.as_deref());
         let accelerator = accelerator::choose_once(&binary, wanted, cpu_model, &folders.runtime)?;
         Ok((Some(binary), accelerator))
     };

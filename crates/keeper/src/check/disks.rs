@@ -21,8 +21,8 @@ pub fn check(config: &Config, life: Life, purpose: Purpose, problems: &mut Vec<P
     // A living keeper keeps its images, so a second keeper is refused at once.
     let waits = purpose == Purpose::Run && life != Life::Kept;
     let lock_patience = if waits { RUN_PATIENCE } else { Duration::ZERO };
-    let owner = lock_owner(&config.runtime_folder).map(|owner| owner.with_living_qemu(life == Life::Orphaned));
-    for disk in &config.disks {
+    let owner = lock_owner(&config.folders.runtime).map(|owner| owner.with_living_qemu(life == Life::Orphaned));
+    for disk in &config.devices.disks {
         match Image::open(&ImageOptions { owner, ..options(disk, lock_patience) }) {
             Ok(_) => {}
             Err(ImageError::InUse { .. }) if life == Life::Kept => {}
@@ -60,7 +60,7 @@ fn problem(disk: &DiskConfig, error: &ImageError) -> Problem {
 /// Two disks on one image destroy each other's file systems. Images are compared by identity, because paths may differ.
 fn shared_images(config: &Config, problems: &mut Vec<Problem>) {
     let mut owners = HashMap::new();
-    for disk in &config.disks {
+    for disk in &config.devices.disks {
         // Another check reports a missing image.
         let Ok(metadata) = fs::metadata(&disk.path) else { continue };
         let Some(other) = owners.insert((metadata.dev(), metadata.ino()), disk) else { continue };

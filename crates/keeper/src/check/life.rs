@@ -26,13 +26,13 @@ pub enum Life {
 
 impl Life {
     pub fn of(config: &Config) -> Self {
-        if has_keeper(&config.runtime_folder) {
+        if has_keeper(&config.folders.runtime) {
             return Self::Kept;
         }
-        match orphaned_qemu(&config.runtime_folder) {
+        match orphaned_qemu(&config.folders.runtime) {
             Some(_) => Self::Orphaned,
             // Its keeper died before it could record it in the journal.
-            None if !qemus_of(&config.runtime_folder, &config.memory_folder).is_empty() => Self::Orphaned,
+            None if !qemus_of(&config.folders.runtime, &config.folders.memory).is_empty() => Self::Orphaned,
             None => Self::None,
         }
     }
@@ -40,7 +40,7 @@ impl Life {
     /// For a new keeper: waits for a lock that is about to be released.
     pub fn settled(config: &Config) -> Self {
         let deadline = Instant::now() + LOCK_PATIENCE;
-        while has_keeper(&config.runtime_folder) && Instant::now() < deadline {
+        while has_keeper(&config.folders.runtime) && Instant::now() < deadline {
             std::thread::sleep(Duration::from_millis(10));
         }
         Self::of(config)

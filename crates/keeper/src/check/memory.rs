@@ -21,10 +21,10 @@ const PATIENCE: Duration = Duration::from_secs(2);
 
 pub fn check(config: &Config, root: &RuntimeRoot, life: Life, problems: &mut Vec<Problem>) {
     // A guest that is parked there has its memory already.
-    if life.holds_resources() || parked::is_there(&config.memory_folder) {
+    if life.holds_resources() || parked::is_there(&config.folders.memory) {
         return;
     }
-    let folder = existing(&config.memory_folder);
+    let folder = existing(&config.folders.memory);
     let needs = needs(config);
     match must_hold(folder, needs) {
         Ok(room) => {
@@ -42,8 +42,8 @@ pub fn check(config: &Config, root: &RuntimeRoot, life: Life, problems: &mut Vec
 
 /// Each machine has a memory folder of its own.
 pub fn owner(config: &Config, problems: &mut Vec<Problem>) {
-    if let Some(why) = memory_owner::look(&config.runtime_folder, &config.memory_folder) {
-        let message = format!("{} belongs to another machine: {why}", config.memory_folder.display());
+    if let Some(why) = memory_owner::look(&config.folders.runtime, &config.folders.memory) {
+        let message = format!("{} belongs to another machine: {why}", config.folders.memory.display());
         problems.push(Problem::error("memory_folder", message, memory_owner::HINT));
     }
 }
@@ -53,7 +53,7 @@ pub fn check_growth(last: &Config, next: &Config, problems: &mut Vec<Problem>) {
     let more_bytes = next.most_memory_bytes().saturating_sub(last.most_memory_bytes());
     if more_bytes > 0
         && let Err(error) =
-            must_hold(existing(&next.memory_folder), Needs { folder_bytes: more_bytes, keeper_bytes: 0 })
+            must_hold(existing(&next.folders.memory), Needs { folder_bytes: more_bytes, keeper_bytes: 0 })
     {
         problems.push(Problem::error("memory", crate::chain(&error), "the change waits for the next guest"));
     }
@@ -61,8 +61,8 @@ pub fn check_growth(last: &Config, next: &Config, problems: &mut Vec<Problem>) {
 
 /// Memory still to be allocated. NVRAM whose memory outlived the machine's last stop exists already.
 pub(super) fn needs(config: &Config) -> Needs {
-    let there = |(name, bytes): (&str, u64)| resident_bytes(&config.memory_folder, name).min(bytes);
-    let there_bytes = config.nvram_in_memory().map(there).sum::<u64>();
+    let there = |(name, bytes): (&str, u64)| resident_bytes(&config.folders.memory, name).min(bytes);
+    let there_bytes = config.devices.nvram_in_memory().map(there).sum::<u64>();
     // The boot set is no file.
     let keeper_bytes = config.remount_bytes();
     Needs { folder_bytes: config.most_memory_bytes() - keeper_bytes - there_bytes, keeper_bytes }
@@ -72,7 +72,7 @@ pub(super) fn suitable(config: &Config, room: Room, problems: &mut Vec<Problem>)
     if let FileSystemKind::Other { .. } = room.kind {
         let message = format!(
             "{} is not in host memory, so the guest's RAM would be written to a disk",
-            config.memory_folder.display()
+            config.folders.memory.display()
         );
         problems.push(Problem::warning("memory_folder", message, "choose a folder on a tmpfs, such as /dev/shm"));
     }
@@ -130,7 +130,7 @@ fn shared(config: &Config, room: &Room, needs: Needs, host: HostMemory, promised
         return Some(Problem::error("memory", message, "stop one of them or give this machine less memory"));
     }
     let lacking = promised.lack(needs.folder_bytes, room.free_bytes?, in_folder)?;
-    let folder = config.memory_folder.display();
+    let folder = config.folders.memory.display();
     let message = format!("too little space in {folder}: {} {lacking} in its file system", config.name);
     let hint = format!("{}; or stop one of them", room.kind.remedy());
     Some(Problem::error("memory_folder", message, hint))

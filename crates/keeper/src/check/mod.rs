@@ -54,7 +54,7 @@ pub fn check_and_find_qemu(config: &Config, root: &RuntimeRoot, purpose: Purpose
         problems.push(running_already(&config.name, purpose));
     }
     let goes_on = purpose == Purpose::TakeOver || purpose == Purpose::Run && life == Life::Orphaned;
-    of_next_start(goes_on, &mut problems, |problems| boot::check(&config.boot, problems));
+    of_next_start(goes_on, &mut problems, |problems| boot::check(&config.guest.boot, problems));
     of_next_start(goes_on, &mut problems, |problems| names::check(config, problems));
     disks::check(config, life, purpose, &mut problems);
     memory::owner(config, &mut problems);
@@ -71,7 +71,7 @@ pub fn check_and_find_qemu(config: &Config, root: &RuntimeRoot, purpose: Purpose
 /// everything else.
 pub fn of_next_guest(last: &Config, next: &Config) -> Vec<Problem> {
     let mut problems = Vec::new();
-    boot::check(&next.boot, &mut problems);
+    boot::check(&next.guest.boot, &mut problems);
     memory::check_growth(last, next, &mut problems);
     problems.retain(Problem::is_error);
     problems
@@ -80,7 +80,7 @@ pub fn of_next_guest(last: &Config, next: &Config) -> Vec<Problem> {
 /// A guest of this name that is parked, or runs without a keeper: the caller knows that no other keeper has the machine. It
 /// would continue in place of a new machine's guest, or be lost.
 pub fn guest_in_the_way(config: &Config, root: &RuntimeRoot) -> Option<Problem> {
-    let message = match life::living_qemu(&config.runtime_folder) {
+    let message = match life::living_qemu(&config.folders.runtime) {
         Some(qemu) => format!("already has a guest, in a QEMU (pid {}) without a keeper", qemu.pid),
         None => format!("already has a guest, parked in {}", find_parked(config, root)?.0.display()),
     };

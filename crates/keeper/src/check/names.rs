@@ -12,8 +12,13 @@ use crate::folders::{disk_socket, disk_tables, restored_disk};
 use crate::problem::Problem;
 
 pub fn check(config: &Config, problems: &mut Vec<Problem>) {
-    let disks = config.disks.iter().map(|disk| &disk.name);
-    let nvram = config.nvram.iter().map(|device| &device.name).chain(config.pmem.iter().map(|device| &device.name));
+    let disks = config.devices.disks.iter().map(|disk| &disk.name);
+    let nvram = config
+        .devices
+        .nvram
+        .iter()
+        .map(|device| &device.name)
+        .chain(config.devices.pmem.iter().map(|device| &device.name));
     let mut owners: HashMap<PathBuf, &String> = HashMap::new();
     for name in disks.chain(nvram) {
         let taken = files(name).into_iter().find_map(|file| {

@@ -12,7 +12,7 @@ use crate::problem::Problem;
 const IFNAME_BYTES_MAX: usize = 15;
 
 pub fn check(config: &Config, life: Life, problems: &mut Vec<Problem>) {
-    for (index, net) in config.nets.iter().enumerate() {
+    for (index, net) in config.devices.nets.iter().enumerate() {
         let subject = |key: &str| format!("nets[{index}].{key}");
         match &net.backend {
             NetBackend::Tap { ifname } => problems.extend(tap(&subject("ifname"), ifname)),

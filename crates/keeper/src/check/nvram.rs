@@ -8,9 +8,9 @@ pub fn check(config: &Config, life: Life, problems: &mut Vec<Problem>) {
     if life.holds_resources() {
         return;
     }
-    let folder = &config.memory_folder;
-    let disks = config.nvram.iter().map(|device| device.options(folder));
-    for options in disks.chain(config.pmem.iter().map(|device| device.options(folder))) {
+    let folder = &config.folders.memory;
+    let disks = config.devices.nvram.iter().map(|device| device.options(folder));
+    for options in disks.chain(config.devices.pmem.iter().map(|device| device.options(folder))) {
         if let Err(error) = options.check() {
             problems.push(Problem::error("nvram", crate::chain(&error), ""));
         }

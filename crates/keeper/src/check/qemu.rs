@@ -3,15 +3,15 @@
 use hearth_qemu::{Binary, BinaryError, Hardware, Wanted, accelerator};
 
 use super::Purpose;
-use crate::config::Config;
+use crate::config::{Config, GuestConfig};
 use crate::problem::Problem;
 
 pub fn check(config: &Config, purpose: Purpose, problems: &mut Vec<Problem>) -> Option<Binary> {
-    let found = Binary::find(config.qemu.as_deref()).and_then(|binary| {
-        problems.extend(kvm(config, &binary));
+    let found = Binary::find(config.qemu.program.as_deref()).and_then(|binary| {
+        problems.extend(kvm(&config.guest, &binary));
         // A start does not wait for these checks, because QEMU itself reports what it does not support.
         if purpose != Purpose::Run {
-            hardware(config, &binary, problems)?;
+            hardware(&config.guest, &binary, problems)?;
         }
         Ok(binary)
     });
@@ -20,9 +20,9 @@ pub fn check(config: &Config, purpose: Purpose, problems: &mut Vec<Problem>) -> 
 }
 
 /// Whether QEMU supports the machine's type and processors.
-pub fn hardware(config: &Config, binary: &Binary, problems: &mut Vec<Problem>) -> Result<(), BinaryError> {
+pub fn hardware(guest: &GuestConfig, binary: &Binary, problems: &mut Vec<Problem>) -> Result<(), BinaryError> {
     let (types, newest) = (binary.machine_types()?, binary.newest_machine_type()?);
-    let machine_type = config.machine_type.as_deref().unwrap_or(&newest);
+    let machine_type = guest.machine_type.as_deref().unwrap_or(&newest);
     let qemu = format!("QEMU {} ({})", binary.version(), binary.path().display());
     let Some(known) = types.q35(machine_type) else {
         let message = format!("{qemu} has no q35 machine type {machine_type}");
@@ -35,15 +35,15 @@ pub fn hardware(config: &Config, binary: &Binary, problems: &mut Vec<Problem>) -
         problems.push(Problem::warning("machine_type", message, hint));
     }
     // Another check reports why KVM does not work.
-    let chosen = accelerator::choose(binary, config.accelerator, config.cpu_model.as_deref());
+    let chosen = accelerator::choose(binary, guest.accelerator, guest.cpu_model.as_deref());
     let Ok(chosen) = chosen else { return Ok(()) };
-    let cpu_model = config.cpu_model.as_deref();
-    let hardware = Hardware { machine_type, cpu_model, accelerator: chosen.accelerator, cpus: config.cpus };
+    let cpu_model = guest.cpu_model.as_deref();
+    let hardware = Hardware { machine_type, cpu_model, accelerator: chosen.accelerator, cpus: guest.cpus };
     if let Err(why) = binary.try_hardware(hardware)? {
         let cpu_model = cpu_model.unwrap_or(chosen.accelerator.default_cpu_model());
         let message = format!(
             "{qemu} does not start {machine_type} with {} x {cpu_model} under {}: {why}",
-            config.cpus,
+            guest.cpus,
             chosen.accelerator.name()
         );
         let hint = "change the key that QEMU names: machine_type, cpus or cpu_model";
@@ -53,12 +53,12 @@ pub fn hardware(config: &Config, binary: &Binary, problems: &mut Vec<Problem>) -
 }
 
 /// Only KVM can be unavailable. It is tried with a guest, because being able to open /dev/kvm proves little.
-fn kvm(config: &Config, binary: &Binary) -> Option<Problem> {
-    let wanted = config.accelerator;
+fn kvm(guest: &GuestConfig, binary: &Binary) -> Option<Problem> {
+    let wanted = guest.accelerator;
     if wanted != Wanted::Kvm {
         return None;
     }
-    let error = accelerator::choose(binary, wanted, config.cpu_model.as_deref()).err()?;
+    let error = accelerator::choose(binary, wanted, guest.cpu_model.as_deref()).err()?;
     Some(Problem::error("accelerator", crate::chain(&error), ""))
 }
 

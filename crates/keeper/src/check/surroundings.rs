@@ -20,14 +20,20 @@ fn socket_paths(config: &Config) -> Option<Problem> {
     let mut names: Vec<String> =
         ["userfault", "qmp", "serial"].map(|kind| format!("{kind}-{GENERATION_DIGITS}.sock")).into();
     names.push("console.sock".to_owned());
-    let disks = config.disks.iter().map(|disk| &disk.name).chain(config.nvram.iter().map(|device| &device.name));
+    let disks = config
+        .devices
+        .disks
+        .iter()
+        .map(|disk| &disk.name)
+        .chain(config.devices.nvram.iter().map(|device| &device.name));
     names.extend(disks.map(|name| format!("disk-{name}.sock")));
-    let passt = config.nets.iter().enumerate().filter(|(_, net)| matches!(net.backend, NetBackend::Passt { .. }));
+    let passt =
+        config.devices.nets.iter().enumerate().filter(|(_, net)| matches!(net.backend, NetBackend::Passt { .. }));
     names.extend(passt.map(|(index, _)| format!("passt-{index}-{GENERATION_DIGITS}.sock")));
     let longest = names.into_iter().max_by_key(String::len)?;
-    let bytes = config.runtime_folder.join(&longest).as_os_str().len();
+    let bytes = config.folders.runtime.join(&longest).as_os_str().len();
     let excess = bytes.checked_sub(PATH_BYTES_MAX).filter(|excess| *excess > 0)?;
-    let folder = config.runtime_folder.display();
+    let folder = config.folders.runtime.display();
     let message = format!(
         "{folder} is too long: with /{longest} a socket's path has {bytes} bytes, but only {PATH_BYTES_MAX} are \
          allowed"
@@ -38,7 +44,7 @@ fn socket_paths(config: &Config) -> Option<Problem> {
 /// A machine with another runtime folder is known by a link, which an earlier folder of that name would block.
 fn earlier_folder(config: &Config, root: &RuntimeRoot) -> Option<Problem> {
     let place = root.machine(&config.name);
-    let in_the_way = place != config.runtime_folder && place.exists() && !place.is_symlink();
+    let in_the_way = place != config.folders.runtime && place.exists() && !place.is_symlink();
     in_the_way.then(|| {
         let message = format!("{} already exists", place.display());
         Problem::error(
@@ -50,7 +56,7 @@ fn earlier_folder(config: &Config, root: &RuntimeRoot) -> Option<Problem> {
 }
 
 fn user(config: &Config, is_root: bool) -> Option<Problem> {
-    match (config.qemu_user.as_deref(), is_root) {
+    match (config.qemu.user.as_deref(), is_root) {
         (Some(AUTO_USER), true) => (!own_user::is_mapped()).then(|| {
             let message = "this user namespace (for example a container's) has no free users for QEMU";
             Problem::error("qemu_user", message, "choose a user that it has, such as nobody")

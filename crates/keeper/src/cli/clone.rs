@@ -17,7 +17,7 @@ use hearth_qemu::kill_stray;
 use rustix::fs::{FlockOperation, flock};
 
 use super::CliError;
-use crate::config::Config;
+use crate::config::{Config, FoldersConfig};
 use crate::folders::{memory_owner, own_user};
 use crate::runtime_root::RuntimeRoot;
 
@@ -87,14 +87,14 @@ fn remove(note: &Path, folder: &Path, root: &RuntimeRoot) {
         && folder.is_absolute()
         && name == config.name.as_str()
     {
-        let Config { runtime_folder, memory_folder, .. } = config;
-        for pid in memory_owner::qemus_of(&runtime_folder, &memory_folder) {
+        let FoldersConfig { runtime, memory } = config.folders;
+        for pid in memory_owner::qemus_of(&runtime, &memory) {
             if !kill_stray(pid) {
                 tracing::error!(pid, "the QEMU of a rehearsal does not exit");
             }
         }
-        own_user::release(&runtime_folder);
-        for folder in [memory_folder, runtime_folder].iter().filter(|folder| folder.file_name() == Some(name)) {
+        own_user::release(&runtime);
+        for folder in [memory, runtime].iter().filter(|folder| folder.file_name() == Some(name)) {
             remove_folder(folder);
         }
     }

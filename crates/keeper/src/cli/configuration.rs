@@ -56,7 +56,7 @@ pub fn for_new(file: &Path, root: &RuntimeRoot) -> Result<(InForce, Folders), Cl
         Some(problem) => Err(CliError::Unready { file: file.to_owned(), problems: vec![problem] }),
         None => Ok(()),
     };
-    if !life::has_keeper(&configured.config.runtime_folder) {
+    if !life::has_keeper(&configured.config.folders.runtime) {
         must_be_free(&configured.config)?;
     }
     let (in_force, folders) = must_run(configured.into(), file, root)?;
@@ -74,9 +74,9 @@ fn must_run(in_force: InForce, file: &Path, root: &RuntimeRoot) -> Result<(InFor
     for problem in problems {
         tracing::warn!("{}: {}; {}", problem.subject, problem.message, problem.hint);
     }
-    root.enter(&config.name, &config.runtime_folder)
+    root.enter(&config.name, &config.folders.runtime)
         .map_err(|source| CliError::File { path: root.machine(&config.name), source })?;
-    let folders = Folders::prepare(&config.name, &config.runtime_folder, &config.memory_folder)?;
+    let folders = Folders::prepare(&config.name, &config.folders.runtime, &config.folders.memory)?;
     Ok((InForce { qemu, ..in_force }, folders))
 }
 
@@ -103,7 +103,8 @@ fn probable_name(file: &Path) -> String {
 pub fn check(context: &mut Context<'_>, file: &Path) -> Result<Exit, CliError> {
     let (problems, exit) = match Config::load(file, &context.root) {
         Ok(mut config) => {
-            config.machine_type = config.machine_type.take().or_else(|| kept_machine_type(&config, &context.root));
+            config.guest.machine_type =
+                config.guest.machine_type.take().or_else(|| kept_machine_type(&config, &context.root));
             (check::check(&config, &context.root, Purpose::Check), Exit::Later)
         }
         Err(problems) => (problems, Exit::Wrong),

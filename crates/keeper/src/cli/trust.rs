@@ -50,7 +50,7 @@ impl OwnFile {
 
     /// Whether its disk of this name has this backing image.
     fn has_backing(&self, disk: &str, backing: &str) -> bool {
-        let own = self.config.disks.iter().find(|own| own.name == disk);
+        let own = self.config.devices.disks.iter().find(|own| own.name == disk);
         own.and_then(|own| backing_image(&own.path, own.format.name()).ok().flatten()).is_some_and(|own| own == backing)
     }
 }

@@ -67,7 +67,7 @@ impl Configured {
 
     /// Sets the machine type, if the file does not.
     pub fn or_machine_type(&mut self, machine_type: String) {
-        let machine_type = self.config.machine_type.get_or_insert(machine_type);
+        let machine_type = self.config.guest.machine_type.get_or_insert(machine_type);
         self.typed.machine_type = Some(machine_type.clone());
     }
 

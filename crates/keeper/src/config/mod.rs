@@ -44,12 +44,35 @@ pub use quantity::{SECONDS_MAX, seconds, size_bytes};
 /// The value of `qemu_user` for a separate user of the machine.
 pub const AUTO_USER: &str = "auto";
 
-/// A machine's resolved configuration: complete, consistent, with absolute paths.
+/// A machine's resolved configuration: complete, consistent, with absolute paths. It is shown with the keys of the file's
+/// top level beside each other, so most groups are flattened.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Config {
     pub name: String,
     /// The file this came from.
     pub file: PathBuf,
+    #[serde(flatten)]
+    pub guest: GuestConfig,
+    #[serde(flatten)]
+    pub devices: DevicesConfig,
+    #[serde(flatten)]
+    pub qemu: QemuConfig,
+    #[serde(flatten)]
+    pub folders: FoldersConfig,
+    #[serde(flatten)]
+    pub memory: MemoryConfig,
+    pub on_panic: OnPanic,
+    pub crash: CrashConfig,
+    /// None: only on request.
+    pub rejuvenate: Option<RejuvenateConfig>,
+    /// None: only the ember outlives a reboot.
+    pub remount: Option<RemountConfig>,
+    pub object_store: ObjectStoreConfig,
+}
+
+/// What the guest sees, apart from its disks and networks.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct GuestConfig {
     pub memory_bytes: u64,
     pub cpus: u32,
     /// None: what suits the accelerator.
@@ -57,33 +80,53 @@ pub struct Config {
     pub accelerator: Wanted,
     /// None: the type that the machine last ran with, or the newest one of its first QEMU.
     pub machine_type: Option<String>,
-    /// None: the first one on PATH.
-    pub qemu: Option<PathBuf>,
-    /// None: the keeper's own user.
-    pub qemu_user: Option<String>,
-    pub runtime_folder: PathBuf,
-    pub memory_folder: PathBuf,
-    pub ember: EmberMode,
-    pub on_panic: OnPanic,
-    pub crash: CrashConfig,
+    pub boot: Boot,
     /// None: the guest has no watchdog.
     pub watchdog: Option<WatchdogAction>,
-    /// None: only on request.
-    pub rejuvenate: Option<RejuvenateConfig>,
-    /// None: only the ember outlives a reboot.
-    pub remount: Option<RemountConfig>,
-    pub object_store: ObjectStoreConfig,
-    pub budget_slack_bytes: u64,
-    pub admission: AdmissionMode,
-    pub sandbox: bool,
     /// Whether the guest has a channel to its agent.
-    pub guest_agent: bool,
-    pub boot: Boot,
+    #[serde(rename = "guest_agent")]
+    pub agent: bool,
+}
+
+/// The guest's disks, NVRAM and networks.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct DevicesConfig {
     pub disks: Vec<DiskConfig>,
     pub nvram: Vec<NvramConfig>,
     pub pmem: Vec<PmemConfig>,
     pub nets: Vec<NetConfig>,
-    pub extra_qemu_args: Vec<String>,
+}
+
+/// How QEMU is run.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct QemuConfig {
+    /// None: the first one on PATH.
+    #[serde(rename = "qemu")]
+    pub program: Option<PathBuf>,
+    /// None: the keeper's own user.
+    #[serde(rename = "qemu_user")]
+    pub user: Option<String>,
+    pub sandbox: bool,
+    #[serde(rename = "extra_qemu_args")]
+    pub extra_args: Vec<String>,
+}
+
+/// The machine's own folders.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct FoldersConfig {
+    #[serde(rename = "runtime_folder")]
+    pub runtime: PathBuf,
+    #[serde(rename = "memory_folder")]
+    pub memory: PathBuf,
+}
+
+/// Use of host memory beyond the guest's RAM, and what dead guests leave in it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub struct MemoryConfig {
+    pub ember: EmberMode,
+    #[serde(rename = "budget_slack_bytes")]
+    pub slack_bytes: u64,
+    pub admission: AdmissionMode,
 }
 
 /// Access to object stores, and their cache on this host.
@@ -306,6 +349,21 @@ pub enum Protocol {
     Udp,
 }
 
+impl DevicesConfig {
+    /// Host memory of the NVRAM devices, which is allocated at start.
+    pub fn nvram_bytes(&self) -> u64 {
+        self.nvram_in_memory().map(|(_, bytes)| bytes).sum()
+    }
+
+    /// Names and sizes of NVRAM devices whose file is in host memory. Others use page cache, which the host can
+    /// reclaim, and are not counted.
+    pub fn nvram_in_memory(&self) -> impl Iterator<Item = (&str, u64)> {
+        let pmem = self.pmem.iter().filter(|device| device.mirror_file.is_none());
+        let pmem = pmem.map(|device| (device.name.as_str(), device.bytes));
+        self.nvram.iter().map(|device| (device.name.as_str(), device.bytes)).chain(pmem)
+    }
+}
+
 impl Config {
     /// Reads a machine's file. The error lists everything that is wrong with it.
     pub fn load(path: &Path, root: &RuntimeRoot) -> Result<Self, Vec<Problem>> {
@@ -321,20 +379,8 @@ impl Config {
     /// Maximum size of the machine's memory files.
     pub fn most_memory_bytes(&self) -> u64 {
         let headroom_bytes = if self.on_panic == OnPanic::DumpAndRecover { self.crash.headroom_bytes } else { 0 };
-        self.memory_bytes + self.budget_slack_bytes + headroom_bytes + self.remount_bytes() + self.nvram_bytes()
-    }
-
-    /// The part of that for NVRAM, which is allocated at start.
-    pub fn nvram_bytes(&self) -> u64 {
-        self.nvram_in_memory().map(|(_, bytes)| bytes).sum()
-    }
-
-    /// Names and sizes of NVRAM devices whose file is in host memory. Others use page cache, which the host can
-    /// reclaim, and are not counted.
-    pub fn nvram_in_memory(&self) -> impl Iterator<Item = (&str, u64)> {
-        let pmem = self.pmem.iter().filter(|device| device.mirror_file.is_none());
-        let pmem = pmem.map(|device| (device.name.as_str(), device.bytes));
-        self.nvram.iter().map(|device| (device.name.as_str(), device.bytes)).chain(pmem)
+        let guest_bytes = self.guest.memory_bytes + self.devices.nvram_bytes();
+        guest_bytes + self.memory.slack_bytes + headroom_bytes + self.remount_bytes()
     }
 
     /// The part of that for the boot set.

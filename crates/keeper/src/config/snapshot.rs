@@ -32,12 +32,12 @@ impl ConfigFile {
     pub fn for_snapshot(mut self, config: &Config, accelerator: &str) -> Self {
         let text = |path: &PathBuf| Some(path.display().to_string());
         self.accelerator = Some(accelerator.to_owned());
-        self.machine_type.clone_from(&config.machine_type);
-        self.qemu = config.qemu.as_ref().and_then(text);
-        self.memory_folder = self.memory_folder.and_then(|_| text(&config.memory_folder));
-        self.runtime_folder = self.runtime_folder.and_then(|_| text(&config.runtime_folder));
+        self.machine_type.clone_from(&config.guest.machine_type);
+        self.qemu = config.qemu.program.as_ref().and_then(text);
+        self.memory_folder = self.memory_folder.and_then(|_| text(&config.folders.memory));
+        self.runtime_folder = self.runtime_folder.and_then(|_| text(&config.folders.runtime));
         let boot = self.boot.get_or_insert_default();
-        match &config.boot {
+        match &config.guest.boot {
             Boot::Kernel { kernel, initrd, .. } => {
                 boot.kernel = text(kernel);
                 boot.initrd = initrd.as_ref().and_then(text);
@@ -59,13 +59,13 @@ impl ConfigFile {
         if let Some(crash) = &mut self.crash {
             crash.dump_folder = crash.dump_folder.take().and_then(|_| text(&config.crash.dump_folder));
         }
-        for (typed, disk) in self.disks.iter_mut().zip(&config.disks) {
+        for (typed, disk) in self.disks.iter_mut().zip(&config.devices.disks) {
             typed.path = text(&disk.path);
             typed.name = Some(disk.name.clone());
             typed.format = Some(disk.format.name().to_owned());
             typed.serial = Some(disk.serial.clone());
         }
-        for (typed, net) in self.nets.iter_mut().zip(&config.nets) {
+        for (typed, net) in self.nets.iter_mut().zip(&config.devices.nets) {
             typed.mac = Some(net.mac.clone());
         }
         self
@@ -161,7 +161,9 @@ mod tests {
     fn a_rehearsed_machine_reaches_nobody() {
         let typed = ConfigFile::parse(TEXT).unwrap().isolated(&["127.0.0.1:8080:80".to_owned()]);
         let isolated = meaning(&typed.to_text(), "/machines/web.toml");
-        let NetBackend::User { forward, isolated } = &isolated.nets[0].backend else { panic!("{:?}", isolated.nets) };
+        let NetBackend::User { forward, isolated } = &isolated.devices.nets[0].backend else {
+            panic!("{:?}", isolated.devices)
+        };
         assert!(*isolated && forward.len() == 1);
     }
 
@@ -196,7 +198,7 @@ mod tests {
         let check = |asked: Option<&str>, expect: &str| {
             let typed = ConfigFile::parse(&format!("qemu = \"/saved/qemu\"\n{TEXT}")).unwrap();
             let restored = meaning(&typed.with_qemu(asked.map(PathBuf::from)).to_text(), "/clones/two/machine.toml");
-            assert_eq!(restored.qemu.as_deref(), Some(Path::new(expect)));
+            assert_eq!(restored.qemu.program.as_deref(), Some(Path::new(expect)));
         };
         check(None, "/saved/qemu");
         check(Some("/opt/qemu"), "/opt/qemu");
@@ -209,15 +211,15 @@ mod tests {
         let disks = [PathBuf::from("/clones/two/disk-root.qcow2")];
         let restored = ConfigFile::parse(&along).unwrap().for_restored("two", &disks).to_text();
         let restored = meaning(&restored, "/clones/two/machine.toml");
-        assert_eq!((&restored.nets, &restored.boot), (&saved.nets, &saved.boot));
+        assert_eq!((&restored.devices.nets, &restored.guest.boot), (&saved.devices.nets, &saved.guest.boot));
         assert_eq!(
-            (restored.disks[0].serial.as_str(), &restored.disks[0].path),
-            (saved.disks[0].serial.as_str(), &disks[0])
+            (restored.devices.disks[0].serial.as_str(), &restored.devices.disks[0].path),
+            (saved.devices.disks[0].serial.as_str(), &disks[0])
         );
-        assert_eq!((restored.disks[0].mib_per_second, restored.memory_bytes), (Some(50), 1 << 30));
+        assert_eq!((restored.devices.disks[0].mib_per_second, restored.guest.memory_bytes), (Some(50), 1 << 30));
         assert_eq!(restored.crash.dump_folder, Path::new("/machines/dumps"));
-        assert_eq!((restored.name.as_str(), restored.memory_folder.as_path()), ("two", Path::new("/ram/two")));
-        assert_eq!(restored.machine_type.as_deref(), Some("pc-q35-7.2"), "what earlier keepers started it with");
+        assert_eq!((restored.name.as_str(), restored.folders.memory.as_path()), ("two", Path::new("/ram/two")));
+        assert_eq!(restored.guest.machine_type.as_deref(), Some("pc-q35-7.2"), "what earlier keepers started it with");
     }
 
     #[test]
@@ -231,9 +233,9 @@ mod tests {
     #[test]
     fn snapshot_keeps_the_machine_type() {
         let mut saved = meaning(TEXT, "/machines/web.toml");
-        saved.machine_type = Some("pc-q35-10.2".to_owned());
+        saved.guest.machine_type = Some("pc-q35-10.2".to_owned());
         let along = ConfigFile::parse(TEXT).unwrap().for_snapshot(&saved, "tcg");
         let restored = meaning(&along.for_restored("two", &[]).to_text(), "/clones/two/machine.toml");
-        assert_eq!(restored.machine_type, saved.machine_type);
+        assert_eq!(restored.guest.machine_type, saved.guest.machine_type);
     }
 }

@@ -34,16 +34,27 @@ fn the_smallest_file_gets_every_default() {
     let expect = Config {
         name: "web".into(),
         file: "/machines/web.toml".into(),
-        memory_bytes: 1 << 30,
-        cpus: 1,
-        cpu_model: None,
-        accelerator: Wanted::Auto,
-        machine_type: None,
-        qemu: None,
-        qemu_user: None,
-        runtime_folder: "/run/hearth/web".into(),
-        memory_folder: super::meaning::default_memory_folder("web"),
-        ember: EmberMode::On,
+        guest: GuestConfig {
+            memory_bytes: 1 << 30,
+            cpus: 1,
+            cpu_model: None,
+            accelerator: Wanted::Auto,
+            machine_type: None,
+            boot: Boot::Kernel { kernel: "/machines/vmlinuz".into(), initrd: None, cmdline: String::new() },
+            watchdog: None,
+            agent: false,
+        },
+        devices: DevicesConfig { disks: vec![], nvram: vec![], pmem: vec![], nets: vec![] },
+        qemu: QemuConfig { program: None, user: None, sandbox: true, extra_args: vec![] },
+        folders: FoldersConfig {
+            runtime: "/run/hearth/web".into(),
+            memory: super::meaning::default_memory_folder("web"),
+        },
+        memory: MemoryConfig {
+            ember: EmberMode::On,
+            slack_bytes: ((1_u64 << 30) as f64 * 0.03) as u64,
+            admission: AdmissionMode::Dump,
+        },
         on_panic: OnPanic::DumpAndRecover,
         crash: CrashConfig {
             dump_folder: super::meaning::default_dump_folder("web"),
@@ -59,20 +70,9 @@ fn the_smallest_file_gets_every_default() {
             mib_per_second: None,
             crash_loop: CrashLoopConfig { loop_count: 5, loop_window_s: 60, loop_delay_s: 10, loop_delay_max_s: 300 },
         },
-        watchdog: None,
         rejuvenate: None,
         remount: None,
         object_store: Config::default_object_store(),
-        nvram: Vec::new(),
-        pmem: Vec::new(),
-        budget_slack_bytes: ((1_u64 << 30) as f64 * 0.03) as u64,
-        admission: AdmissionMode::Dump,
-        sandbox: true,
-        guest_agent: false,
-        boot: Boot::Kernel { kernel: "/machines/vmlinuz".into(), initrd: None, cmdline: String::new() },
-        disks: vec![],
-        nets: vec![],
-        extra_qemu_args: vec![],
     };
     assert_eq!(config, expect);
 }
@@ -164,12 +164,12 @@ fn everything_that_can_be_said_is_understood() {
         "#,
     )
     .unwrap();
-    assert_eq!((config.budget_slack_bytes, config.admission), (16 << 20, AdmissionMode::Always));
+    assert_eq!((config.memory.slack_bytes, config.memory.admission), (16 << 20, AdmissionMode::Always));
     assert_eq!(
-        config.boot,
+        config.guest.boot,
         Boot::Firmware { code: Some("/machines/fw.fd".into()), vars: Some("/machines/vars.fd".into()) }
     );
-    assert_eq!((config.ember, config.on_panic), (EmberMode::Off, OnPanic::Pause));
+    assert_eq!((config.memory.ember, config.on_panic), (EmberMode::Off, OnPanic::Pause));
     let crash = config.crash;
     assert_eq!((crash.dump_folder, crash.level, crash.format), ("/machines/dumps".into(), 17, DumpFormat::Elf));
     assert_eq!((crash.compression, crash.keep_last, crash.threads), (DumpCompression::Lzo, 2, 3));
@@ -177,14 +177,17 @@ fn everything_that_can_be_said_is_understood() {
     assert_eq!((crash.disk_time, crash.mib_per_second), (DiskTime::Balanced, Some(70)));
     let expect = CrashLoopConfig { loop_count: 3, loop_window_s: 600, loop_delay_s: 2, loop_delay_max_s: 20 };
     assert_eq!(crash.crash_loop, expect);
-    assert_eq!(config.watchdog, Some(WatchdogAction::Nmi));
-    assert!(config.guest_agent);
+    assert_eq!(config.guest.watchdog, Some(WatchdogAction::Nmi));
+    assert!(config.guest.agent);
     let window = Some(DailyWindow { from_minute: 1380, to_minute: 300 });
     let rejuvenate = RejuvenateConfig { every_s: Some(2_592_000), rss_growth_mib: Some(256), window };
     assert_eq!(config.rejuvenate, Some(rejuvenate));
-    assert_eq!((config.qemu, config.memory_folder), (Some("/machines/bin/qemu".into()), "/machines/m/db".into()));
     assert_eq!(
-        config.disks[0],
+        (config.qemu.program, config.folders.memory),
+        (Some("/machines/bin/qemu".into()), "/machines/m/db".into())
+    );
+    assert_eq!(
+        config.devices.disks[0],
         DiskConfig {
             name: "disk0".into(),
             path: "/images/a.qcow2".into(),
@@ -197,11 +200,11 @@ fn everything_that_can_be_said_is_understood() {
             direct: false,
         }
     );
-    assert_eq!((config.disks[1].serial.as_str(), config.disks[1].direct), ("data", true));
-    assert_eq!(config.nets[0].backend.forward().len(), 2);
-    assert!(config.nets[0].mac.starts_with("52:54:00:"));
-    assert_eq!(config.nets[1].backend, NetBackend::Tap { ifname: "tap0".into() });
-    assert_eq!(config.nets[1].mac, "52:54:00:aa:bb:02");
+    assert_eq!((config.devices.disks[1].serial.as_str(), config.devices.disks[1].direct), ("data", true));
+    assert_eq!(config.devices.nets[0].backend.forward().len(), 2);
+    assert!(config.devices.nets[0].mac.starts_with("52:54:00:"));
+    assert_eq!(config.devices.nets[1].backend, NetBackend::Tap { ifname: "tap0".into() });
+    assert_eq!(config.devices.nets[1].mac, "52:54:00:aa:bb:02");
 }
 
 #[test]

@@ -55,7 +55,7 @@ impl Machine {
         Ok(Signs {
             machine: self.context.config.name.clone(),
             qemu,
-            program: self.context.config.qemu.clone(),
+            program: self.context.config.qemu.program.clone(),
             hindrance: self.may_rejuvenate().err().map(|error| error.to_string()),
             policy: self.context.config.rejuvenate.clone(),
         })

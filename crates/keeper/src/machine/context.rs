@@ -101,7 +101,7 @@ pub fn load_journal(config: &Config, folders: &Folders, root: &RuntimeRoot) -> R
     Ok(Journal::load(&folders.journal())?.unwrap_or_else(|| {
         let left_in = Record::of_this_host().and_then(|record| record.left_in(root.path(), name));
         let guest = left_in.map_or(GuestNote::Runs, |folder| GuestNote::Parked { folder });
-        Journal { guest, ..Journal::new(name, config.memory_bytes) }
+        Journal { guest, ..Journal::new(name, config.guest.memory_bytes) }
     }))
 }
 

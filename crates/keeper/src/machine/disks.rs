@@ -181,7 +181,7 @@ impl Disks {
 
     /// For a thread that flushes the disks.
     pub fn to_flush(&self, context: &Context) -> DiskFlush {
-        let written = context.config.disks.iter().filter(|disk| !disk.read_only);
+        let written = context.config.devices.disks.iter().filter(|disk| !disk.read_only);
         let written = written.map(|disk| (disk.name.clone(), disk.path.clone()));
         let vars = firmware_vars(&context.config).map(|vars| ("firmware_vars".to_owned(), vars.clone()));
         DiskFlush { disks: self.observers(), files: written.chain(vars).collect() }
@@ -202,7 +202,7 @@ impl Disks {
     /// Reads the size of this disk's image again.
     pub fn resize(&self, context: &Context, name: &str) -> Result<DiskSize, ApiError> {
         // NVRAM is served after the disks and cannot be resized.
-        let disks = &self.servers[..self.servers.len().min(context.config.disks.len())];
+        let disks = &self.servers[..self.servers.len().min(context.config.devices.disks.len())];
         let Some(disk) = disks.iter().find(|disk| disk.name() == name) else {
             let names: Vec<_> = disks.iter().map(|disk| disk.name()).collect();
             let message = format!("{} has no disk {name}", context.config.name);
@@ -262,7 +262,7 @@ pub fn is_silent(disk: &DiskServer) -> bool {
 
 /// The firmware's variables, which QEMU itself writes.
 pub fn firmware_vars(config: &Config) -> Option<&PathBuf> {
-    match &config.boot {
+    match &config.guest.boot {
         Boot::Firmware { vars, .. } => vars.as_ref(),
         Boot::Kernel { .. } => None,
     }
@@ -270,7 +270,7 @@ pub fn firmware_vars(config: &Config) -> Option<&PathBuf> {
 
 fn folder_of_disk(context: &Context, name: &str) -> String {
     let config = &context.config;
-    let image = config.disks.iter().find(|disk| disk.name == name).map(|disk| disk.path.as_path());
+    let image = config.devices.disks.iter().find(|disk| disk.name == name).map(|disk| disk.path.as_path());
     let folder = image.map_or(context.folders.memory.as_path(), |image| image.parent().unwrap_or(Path::new("/")));
     folder.display().to_string()
 }

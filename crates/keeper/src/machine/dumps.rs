@@ -240,7 +240,7 @@ impl Machine {
                     DumpFormat::Kdump => Format::Kdump(method(compression)),
                 },
                 chunk_bytes: crash.chunk_bytes,
-                piece_bytes: piece_bytes(self.context.config.budget_slack_bytes, crash.threads),
+                piece_bytes: piece_bytes(self.context.config.memory.slack_bytes, crash.threads),
                 threads: crash.threads,
             },
             dump_folder,
@@ -256,7 +256,7 @@ impl Machine {
     fn slowdown_check(&self) -> SlowdownCheck {
         let dump = Devices::of(existing(&self.context.config.crash.dump_folder)).unwrap_or(Devices::Unknown);
         let shares = |path: &PathBuf| Devices::of(path).unwrap_or(Devices::Unknown).may_share(&dump);
-        let disks = self.context.config.disks.iter().zip(&self.disks.servers);
+        let disks = self.context.config.devices.disks.iter().zip(&self.disks.servers);
         let shared: Vec<_> =
             disks.filter(|(config, _)| shares(&config.path)).map(|(_, disk)| disk.pressure()).collect();
         Box::new(move || {

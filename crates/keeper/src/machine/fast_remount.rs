@@ -97,7 +97,7 @@ impl WarmReboot {
             Ok(None) => {}
             Ok(Some(Loaded { blocks, void })) => {
                 for (DiskId(id), why) in void {
-                    let disk = context.config.disks.get(usize::from(id)).map(|disk| disk.name.clone());
+                    let disk = context.config.devices.disks.get(usize::from(id)).map(|disk| disk.name.clone());
                     context.record(EventKind::DiskForgotten { disk: disk.unwrap_or_default(), why, blocks: 0 });
                 }
                 if blocks > 0 {
@@ -156,7 +156,8 @@ impl WarmReboot {
     /// Counts reads by volume from now on: once the guest is ready, or when a keeper takes over a guest.
     pub fn divide_disks(&self, context: &Context, disks: &Disks) {
         let Some(boot_set) = self.boot_set() else { return };
-        let ids = (0..context.config.disks.len()).filter_map(|position| u8::try_from(position).ok()).map(DiskId);
+        let ids =
+            (0..context.config.devices.disks.len()).filter_map(|position| u8::try_from(position).ok()).map(DiskId);
         ids.for_each(|id| volumes::divide(boot_set, id, disk_bytes(disks, id)));
     }
 
@@ -171,7 +172,7 @@ impl WarmReboot {
     pub fn remount_plan(&self, context: &Context, servers: &Disks) -> Result<RemountPlan, ApiError> {
         let boot_set = self.must_have_boot_set(context)?;
         let plan = boot_set.plan();
-        let names: Vec<String> = context.config.disks.iter().map(|disk| disk.name.clone()).collect();
+        let names: Vec<String> = context.config.devices.disks.iter().map(|disk| disk.name.clone()).collect();
         let name_of = |DiskId(id): DiskId| names.get(usize::from(id)).cloned().unwrap_or_default();
         let mut all = DiskTally::default();
         plan.disks.values().for_each(|disk| all += *disk);

@@ -199,7 +199,7 @@ impl Plan {
 
     /// Starts it from the program that is configured, unless the job was given up.
     pub fn start(mut self, control: &LaunchControl) -> Result<Generation, LaunchError> {
-        let binary = self.binary.take().map_or_else(|| Binary::find(self.config.qemu.as_deref()), Ok)?;
+        let binary = self.binary.take().map_or_else(|| Binary::find(self.config.qemu.program.as_deref()), Ok)?;
         self.start_from(&binary, control)
     }
 
@@ -252,7 +252,7 @@ impl Plan {
             agent_socket: self.devices.guest_agent.then(|| folders.agent_socket(self.number)),
             vmgenid: self.devices.vmgenid.clone(),
             inherited: self.inherited.clone(),
-            run_as: own_user::run_as(config.qemu_user.as_deref(), &folders.runtime).map_err(LaunchError::User)?,
+            run_as: own_user::run_as(config.qemu.user.as_deref(), &folders.runtime).map_err(LaunchError::User)?,
             ..launch::launch(base, &self.incarnation, self.number, &library, endpoints, successor)
         })
     }

@@ -41,7 +41,7 @@ impl Disks {
         self.images.open.clear();
         context.qemu.locks.0.clear();
         let opened: Result<Vec<Image>, _> =
-            (0..context.config.disks.len()).map(|position| self.open_image(context, position)).collect();
+            (0..context.config.devices.disks.len()).map(|position| self.open_image(context, position)).collect();
         // Clear the locks after a failure too: those of the opened images end with the images.
         let opened = opened.inspect_err(|_| context.qemu.locks.0.clear())?;
         self.judge(context, warm, incarnation, unwritten);
@@ -68,7 +68,7 @@ impl Disks {
     }
 
     fn open_image(&mut self, context: &mut Context, position: usize) -> Result<Image, MachineError> {
-        let disk = &context.config.disks[position];
+        let disk = &context.config.devices.disks[position];
         let failed = |source| MachineError::Image { disk: disk.name.clone(), source };
         let options = ImageOptions { owner: self.lock_owner(context), ..launch::image_options(disk) };
         let image = Image::open_over(&options, &self.backfill.images()).map_err(failed)?;
@@ -92,7 +92,7 @@ impl Disks {
         incarnation: &Incarnation,
         unwritten: Unwritten,
     ) -> Result<DiskServer, MachineError> {
-        let disk = &context.config.disks[position];
+        let disk = &context.config.devices.disks[position];
         image.note_changes_in(&context.folders.disk_tables(&disk.name), unwritten);
         let socket = context.folders.disk_socket(&disk.name);
         let tell = Some(Self::notices(context, &disk.name));

@@ -17,8 +17,8 @@ use hearth_recovery::journal::DiskIdentity;
 
 use super::net_endpoints::NetEndpoints;
 use crate::config::{
-    Boot, Config, DiskConfig, DiskFormat, Forward, NetBackend, NetConfig, NvramConfig, PmemConfig, Protocol,
-    WatchdogAction,
+    Boot, Config, DevicesConfig, DiskConfig, DiskFormat, Forward, GuestConfig, NetBackend, NetConfig, NvramConfig,
+    PmemConfig, Protocol, WatchdogAction,
 };
 use crate::folders::Folders;
 
@@ -48,9 +48,9 @@ pub fn launch(
     endpoints: &NetEndpoints,
     successor: bool,
 ) -> Launch {
-    let disks = config.disks.iter().map(|disk| disk_device(folders, &disk.name, disk.queues));
-    let nvram = config.nvram.iter().map(|device| disk_device(folders, &device.name, NVRAM_QUEUES));
-    let nets = config.nets.iter().enumerate().map(|(position, net)| {
+    let disks = config.devices.disks.iter().map(|disk| disk_device(folders, &disk.name, disk.queues));
+    let nvram = config.devices.nvram.iter().map(|device| disk_device(folders, &device.name, NVRAM_QUEUES));
+    let nets = config.devices.nets.iter().enumerate().map(|(position, net)| {
         let mut backend = net_backend(net, endpoints.number(position));
         if let (true, qemu::NetBackend::User { forward, .. }) = (successor, &mut backend) {
             // The ports belong to the old QEMU as long as it lives.
@@ -61,14 +61,14 @@ pub fn launch(
     Launch {
         name: config.name.clone(),
         ram_file: incarnation.ram.path().to_owned(),
-        ram_bytes: config.memory_bytes,
-        cpus: config.cpus,
-        cpu_model: config.cpu_model.clone(),
+        ram_bytes: config.guest.memory_bytes,
+        cpus: config.guest.cpus,
+        cpu_model: config.guest.cpu_model.clone(),
         accelerator,
-        machine_type: machine_type(config).to_owned(),
-        boot: config.boot.clone(),
+        machine_type: machine_type(&config.guest).to_owned(),
+        boot: config.guest.boot.clone(),
         disks: disks.chain(nvram).collect(),
-        pmem: config.pmem.iter().map(|device| pmem_device(folders, device)).collect(),
+        pmem: config.devices.pmem.iter().map(|device| pmem_device(folders, device)).collect(),
         nets: nets.collect(),
         serial_socket: folders.serial_socket(generation),
         qmp_socket: folders.qmp_socket(generation),
@@ -81,30 +81,30 @@ pub fn launch(
         }),
         hold_still: false,
         incoming: successor,
-        sandbox: config.sandbox,
+        sandbox: config.qemu.sandbox,
         run_as: None,
-        watchdog: config.watchdog.map(watchdog_action),
+        watchdog: config.guest.watchdog.map(watchdog_action),
         vmgenid: None,
         inherited: Vec::new(),
-        file_bytes_max: config.extra_qemu_args.is_empty().then(|| file_bytes_max(config)),
-        extra_args: config.extra_qemu_args.clone(),
+        file_bytes_max: config.qemu.extra_args.is_empty().then(|| file_bytes_max(config)),
+        extra_args: config.qemu.extra_args.clone(),
     }
 }
 
 /// Machine type. It was set when the keeper started, unless an earlier keeper left the guest.
-pub fn machine_type(config: &Config) -> &str {
-    config.machine_type.as_deref().unwrap_or(EARLIER_MACHINE_TYPE)
+pub fn machine_type(guest: &GuestConfig) -> &str {
+    guest.machine_type.as_deref().unwrap_or(EARLIER_MACHINE_TYPE)
 }
 
 /// Limit of the files that QEMU writes: memory, or the firmware's variables. Files that `extra_qemu_args` name may be
 /// larger.
 fn file_bytes_max(config: &Config) -> u64 {
-    let pmem = config.pmem.iter().map(|device| device.bytes);
-    let vars = match &config.boot {
+    let pmem = config.devices.pmem.iter().map(|device| device.bytes);
+    let vars = match &config.guest.boot {
         Boot::Firmware { vars: Some(vars), .. } => vars.metadata().map_or(0, |vars| vars.len()),
         _ => 0,
     };
-    pmem.chain([config.memory_bytes, vars, SMALL_FILE_BYTES]).max().expect("it has elements")
+    pmem.chain([config.guest.memory_bytes, vars, SMALL_FILE_BYTES]).max().expect("it has elements")
 }
 
 /// Watchdog action: the keeper handles a crash, so QEMU only pauses the guest.
@@ -142,9 +142,8 @@ fn net_backend(net: &NetConfig, number: Option<RawFd>) -> qemu::NetBackend {
 }
 
 /// Ports that QEMU itself forwards into the guest: device and forwards.
-pub fn user_forwards(config: &Config) -> Vec<(String, String)> {
-    let nets = config.nets.iter().enumerate();
-    let forwards = nets.flat_map(|(position, net)| match &net.backend {
+pub fn user_forwards(nets: &[NetConfig]) -> Vec<(String, String)> {
+    let forwards = nets.iter().enumerate().flat_map(|(position, net)| match &net.backend {
         NetBackend::User { forward, .. } => {
             forward.iter().map(|forward| (position, qemu::Forward::from(forward))).collect()
         }
@@ -184,19 +183,19 @@ pub fn hardware(config: &Config, accelerator: Accelerator) -> Vec<String> {
     let or_default = |value: &Option<String>| value.clone().unwrap_or_else(|| "default".to_owned());
     let mut words = vec![
         format!("accelerator {}", accelerator.name()),
-        format!("{} cpus", config.cpus),
-        format!("cpu_model {}", or_default(&config.cpu_model)),
-        format!("machine_type {}", machine_type(config)),
+        format!("{} cpus", config.guest.cpus),
+        format!("cpu_model {}", or_default(&config.guest.cpu_model)),
+        format!("machine_type {}", machine_type(&config.guest)),
     ];
-    words.extend(config.disks.iter().map(|disk| format!("disk {} with {} queues", disk.name, disk.queues)));
-    words.extend(config.nets.iter().map(|net| format!("net {} {}", net.backend.kind(), net.mac)));
-    words.extend(config.watchdog.map(|_| "watchdog".to_owned()));
-    words.extend(config.extra_qemu_args.iter().map(|word| format!("extra_qemu_args {word}")));
+    words.extend(config.devices.disks.iter().map(|disk| format!("disk {} with {} queues", disk.name, disk.queues)));
+    words.extend(config.devices.nets.iter().map(|net| format!("net {} {}", net.backend.kind(), net.mac)));
+    words.extend(config.guest.watchdog.map(|_| "watchdog".to_owned()));
+    words.extend(config.qemu.extra_args.iter().map(|word| format!("extra_qemu_args {word}")));
     words
 }
 
 /// What the journal notes of the disks.
-pub fn disk_identities(config: &Config) -> Vec<DiskIdentity> {
+pub fn disk_identities(devices: &DevicesConfig) -> Vec<DiskIdentity> {
     let identity = |disk: &DiskConfig| DiskIdentity {
         name: disk.name.clone(),
         path: disk.path.clone(),
@@ -215,8 +214,8 @@ pub fn disk_identities(config: &Config) -> Vec<DiskIdentity> {
         format: format!("pmem of {} bytes", device.bytes),
         read_only: false,
     };
-    let nvram = config.nvram.iter().map(of_nvram).chain(config.pmem.iter().map(of_pmem));
-    config.disks.iter().map(identity).chain(nvram).collect()
+    let nvram = devices.nvram.iter().map(of_nvram).chain(devices.pmem.iter().map(of_pmem));
+    devices.disks.iter().map(identity).chain(nvram).collect()
 }
 
 pub fn nvram_options(id: DiskId, device: &NvramConfig, socket: PathBuf) -> DiskOptions {
@@ -263,13 +262,13 @@ mod tests {
         let base = Base { config, folders, accelerator: Accelerator::Tcg };
         let endpoints = NetEndpoints::open(config, folders, 1).unwrap();
         let launch = launch(base, incarnation, 1, Path::new("/preload.so"), &endpoints, true);
-        let disks = config.disks.iter().enumerate().map(|(position, disk)| {
+        let disks = config.devices.disks.iter().enumerate().map(|(position, disk)| {
             let DiskOptions { serial, queues, queue_size, read_only, .. } =
                 disk_options(position, disk, folders.disk_socket(&disk.name));
             (serial, queues, queue_size, read_only)
         });
         let disks: Vec<_> = disks.collect();
-        let (identities, hardware) = (disk_identities(config), hardware(config, Accelerator::Tcg));
+        let (identities, hardware) = (disk_identities(&config.devices), hardware(config, Accelerator::Tcg));
         format!("{launch:?} {disks:?} {identities:?} {hardware:?}")
     }
 
@@ -280,7 +279,7 @@ mod tests {
         let (runtime, memory) = (folder.path().join("run"), folder.path().join("memory"));
         let folders = Folders::prepare("web", &runtime, &memory).unwrap();
         let incarnation = Incarnation::create(&memory, 1, 64 << 20, false).unwrap();
-        let is_users = |config: &Config| config.nets.iter().all(|net| net.backend.kind() == "user");
+        let is_users = |config: &Config| config.devices.nets.iter().all(|net| net.backend.kind() == "user");
         let mut keys = 0;
         for Changed { field, before, after } in changes() {
             if field.effect == Effect::AtTakeOver && is_users(&before.config) {

@@ -119,7 +119,7 @@ impl LazyRestore {
             }
             return Ok(None);
         };
-        let disks: Vec<&Path> = config.disks.iter().map(|disk| disk.path.as_path()).collect();
+        let disks: Vec<&Path> = config.devices.disks.iter().map(|disk| disk.path.as_path()).collect();
         if let Some(why) = noted.void_for(&config.file, &disks) {
             let order = Order::path(&config.file);
             let message = format!("{} is not valid for this machine, which boots instead: {why}", order.display());
@@ -335,7 +335,7 @@ impl Machine {
         snapshot: Arc<Snapshot>,
         began: Instant,
     ) -> Result<(), MachineError> {
-        let (saved, configured) = (snapshot.manifest.ram_bytes, self.context.config.memory_bytes);
+        let (saved, configured) = (snapshot.manifest.ram_bytes, self.context.config.guest.memory_bytes);
         if saved != configured {
             let snapshot = order.snapshot;
             return Err(self.not_restored(RestoreFailure::Memory { snapshot, saved, configured }));

@@ -258,8 +258,8 @@ impl Machine {
         self.context.journal.write_through.clear();
         self.saves.forget_frozen(&mut self.context);
         self.context.outside.event_log.set_incarnation(self.context.journal.incarnation);
-        let tracked = self.context.config.ember == EmberMode::On;
-        let (folder, ram_bytes) = (&self.context.folders.memory, self.context.config.memory_bytes);
+        let tracked = self.context.config.memory.ember == EmberMode::On;
+        let (folder, ram_bytes) = (&self.context.folders.memory, self.context.config.guest.memory_bytes);
         Ok(Incarnation::create(folder, self.context.journal.incarnation, ram_bytes, tracked)?)
     }
 
@@ -277,8 +277,8 @@ impl Machine {
         self.context.journal.generation += 1;
         leftovers::remove_old_logs(&self.context.folders.runtime);
         self.context.journal.ember = self.warm_reboot.ember.incarnations();
-        self.context.journal.disks = launch::disk_identities(&self.context.config);
-        self.context.journal.ram_bytes = self.context.config.memory_bytes;
+        self.context.journal.disks = launch::disk_identities(&self.context.config.devices);
+        self.context.journal.ram_bytes = self.context.config.guest.memory_bytes;
         self.context.journal.started_with = Some(self.context.started_with());
         self.context.must_save_journal()?;
         // Watch before QEMU is started: its guest fills memory while the keeper still waits for QMP.
@@ -288,7 +288,7 @@ impl Machine {
 
     fn begin_launch(&mut self, incarnation: Incarnation) -> Result<(), MachineError> {
         self.fast_remount.boot_begins(&self.context, &self.warm_reboot);
-        let devices = Devices { vmgenid: self.context.vmgenid_of_boot(), guest_agent: self.context.config.guest_agent };
+        let devices = Devices { vmgenid: self.context.vmgenid_of_boot(), guest_agent: self.context.config.guest.agent };
         let number = self.next_generation(&incarnation)?;
         let plan = Plan::first(&self.context, &self.disks.servers, &incarnation, number, devices)?;
         self.begin_step(
@@ -345,7 +345,7 @@ impl Machine {
         if self.context.journal.guest.parked_in().is_some() {
             self.context.journal.guest = GuestNote::Runs;
         }
-        self.context.journal.machine_type.clone_from(&self.context.config.machine_type);
+        self.context.journal.machine_type.clone_from(&self.context.config.guest.machine_type);
         self.context.save_journal();
         generation.keep_running();
         self.context.outside.console.attach(generation.console(&self.context.folders));
@@ -355,7 +355,7 @@ impl Machine {
 
     pub(super) fn pin(&self, qemu: u32) {
         let config = &self.context.config;
-        self.locked_files.renew(&config.name, qemu, &config.boot);
+        self.locked_files.renew(&config.name, qemu, &config.guest.boot);
     }
 
     pub(super) fn clean_up(&mut self) -> Result<(), MachineError> {
@@ -375,7 +375,7 @@ impl Machine {
         self.warm_reboot.discard_memory(&self.context);
         own_user::release(&self.context.folders.runtime);
         leftovers::remove(&self.context.folders.runtime, &Needed::default());
-        self.context.journal = self.context.journal.without_guest(self.context.config.memory_bytes);
+        self.context.journal = self.context.journal.without_guest(self.context.config.guest.memory_bytes);
         Ok(self.context.must_save_journal()?)
     }
 

@@ -51,7 +51,7 @@ impl NetEndpoints {
     /// Creates the endpoints of a QEMU that is started.
     pub fn open(config: &Config, folders: &Folders, generation: u32) -> Result<Self, EndpointError> {
         let (mut endpoints, mut passt) = (Vec::new(), Vec::new());
-        for (position, net) in config.nets.iter().enumerate() {
+        for (position, net) in config.devices.nets.iter().enumerate() {
             match &net.backend {
                 NetBackend::User { .. } => {}
                 NetBackend::Passt { forward } => {
@@ -96,7 +96,7 @@ impl NetEndpoints {
     /// Fetches the endpoints of a QEMU that a dead keeper left. That keeper may have died during a hop, so all gates are
     /// opened.
     pub fn find(config: &Config, folders: &Folders, generation: u32, qemu_pid: u32) -> Result<Self, String> {
-        let nets = config.nets.iter().enumerate();
+        let nets = config.devices.nets.iter().enumerate();
         let expected: Vec<_> = nets.filter_map(|(position, net)| Some((position, kind(&net.backend)?))).collect();
         if expected.is_empty() {
             return Ok(Self { endpoints: Vec::new(), gates: None, passt: Vec::new() });

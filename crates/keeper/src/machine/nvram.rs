@@ -43,7 +43,7 @@ impl PmemConfig {
 /// Refuses a guest with a device whose state QEMU does not transfer. That is virtio-pmem: its queue position is not
 /// part of the state (`hw/virtio/virtio-pmem.c` in QEMU describes none).
 pub fn must_have_all_state(config: &Config, what: &str) -> Result<(), ApiError> {
-    let Some(device) = config.pmem.first() else { return Ok(()) };
+    let Some(device) = config.devices.pmem.first() else { return Ok(()) };
     let message =
         format!("cannot {what}: another QEMU cannot take over nvram {}, which is persistent memory", device.name);
     Err(ApiError::new(ErrorWord::NotPossible, message).hint("set device = \"disk\", then stop and start the machine"))
@@ -54,9 +54,9 @@ impl Disks {
     /// devices after them.
     pub fn open_nvram(&mut self, context: &mut Context, gate: Option<&Gate>) -> Result<(), MachineError> {
         let mut locks = Vec::new();
-        let disks = context.config.disks.len();
+        let disks = context.config.devices.disks.len();
         let (memory, owner) = (context.folders.memory.clone(), self.lock_owner(context));
-        for (position, device) in context.config.nvram.iter().enumerate() {
+        for (position, device) in context.config.devices.nvram.iter().enumerate() {
             let (nvram, backing) = Nvram::open(&NvramOptions { owner, ..device.options(&memory) })?;
             locks.extend(nvram.inheritable_lock().map_err(|source| unlocked(&device.name, source))?);
             context.record(opened(&device.name, nvram.origin));
@@ -71,7 +71,7 @@ impl Disks {
             self.servers.push(server);
             self.nvram.push(nvram);
         }
-        for device in &context.config.pmem {
+        for device in &context.config.devices.pmem {
             let pmem = Pmem::open(&NvramOptions { owner, ..device.options(&memory) })?;
             locks.extend(pmem.inheritable_lock().map_err(|source| unlocked(&device.name, source))?);
             context.record(opened(&device.name, pmem.origin));
@@ -85,7 +85,7 @@ impl Disks {
     /// ended.
     pub fn give_back_nvram(&mut self, context: &Context) {
         self.pmem.clear();
-        for (device, nvram) in context.config.nvram.iter().zip(std::mem::take(&mut self.nvram)) {
+        for (device, nvram) in context.config.devices.nvram.iter().zip(std::mem::take(&mut self.nvram)) {
             let problem = nvram.problem();
             if let (Ok(false), Some(problem)) = (nvram.give_back(), problem) {
                 let message =
@@ -97,17 +97,17 @@ impl Disks {
 
     /// `is_mapped`: a QEMU lives, and maps the persistent memory.
     pub fn nvram_statuses(&self, context: &Context, is_mapped: bool) -> Vec<NvramStatus> {
-        let servers = self.servers.iter().skip(context.config.disks.len());
-        let devices = context.config.nvram.iter().zip(&self.nvram).zip(servers);
+        let servers = self.servers.iter().skip(context.config.devices.disks.len());
+        let devices = context.config.devices.nvram.iter().zip(&self.nvram).zip(servers);
         let disks = devices.map(|((device, nvram), server)| nvram_status(device, nvram, server));
-        disks.chain(context.config.pmem.iter().map(|device| pmem_status(device, is_mapped))).collect()
+        disks.chain(context.config.devices.pmem.iter().map(|device| pmem_status(device, is_mapped))).collect()
     }
 }
 
 /// Host memory that NVRAM and persistent memory take, in bytes.
 pub fn nvram_bytes(context: &Context) -> u64 {
     let folder = &context.folders.memory;
-    context.config.nvram_in_memory().map(|(name, _)| resident_bytes(folder, name)).sum()
+    context.config.devices.nvram_in_memory().map(|(name, _)| resident_bytes(folder, name)).sum()
 }
 
 fn unlocked(nvram: &str, source: std::io::Error) -> MachineError {

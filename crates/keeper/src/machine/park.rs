@@ -145,12 +145,12 @@ impl From<Lost> for ResumeFailure {
 }
 
 fn image_paths(config: &Config) -> Vec<PathBuf> {
-    config.disks.iter().map(|disk| &disk.path).chain(firmware_vars(config)).cloned().collect()
+    config.devices.disks.iter().map(|disk| &disk.path).chain(firmware_vars(config)).cloned().collect()
 }
 
 fn nvram_files(context: &Context) -> Vec<PathBuf> {
     let file = |device: &NvramConfig| device.options(&context.folders.memory).memory_file();
-    context.config.nvram.iter().map(file).collect()
+    context.config.devices.nvram.iter().map(file).collect()
 }
 
 /// Makes the note of this guest.
@@ -169,7 +169,7 @@ fn note_of(context: &Context, life: &Life) -> impl Fn(Found) -> Parked + Send + 
         hardware: hardware.clone(),
         incarnation,
         generation,
-        ram_bytes: config.memory_bytes,
+        ram_bytes: config.guest.memory_bytes,
         ram_sum: found.ram_sum,
         nvram: found.nvram,
         state: found.state,
@@ -178,7 +178,7 @@ fn note_of(context: &Context, life: &Life) -> impl Fn(Found) -> Parked + Send + 
         started_with: Some(started_with.clone()),
         write_through: found.write_through,
         frozen,
-        disks: launch::disk_identities(&config),
+        disks: launch::disk_identities(&config.devices),
         images: found.images,
     }
 }
@@ -416,7 +416,7 @@ impl Machine {
             incarnation: self.context.journal.incarnation,
             generation: self.context.journal.generation,
             guest: GuestNote::Parked { folder: self.context.folders.memory.clone() },
-            ..self.context.journal.without_guest(self.context.config.memory_bytes)
+            ..self.context.journal.without_guest(self.context.config.guest.memory_bytes)
         };
         self.context.must_save_journal()?;
         drill(ParkPhase::Leave.name());
@@ -518,8 +518,8 @@ impl Machine {
         let hardware = launch::hardware(&config, self.context.qemu.accelerator.accelerator);
         let nvram = nvram_files(&self.context);
         move || {
-            let disks = launch::disk_identities(&config);
-            parked.must_be_of(&config.name, config.memory_bytes, &disks, &hardware)?;
+            let disks = launch::disk_identities(&config.devices);
+            parked.must_be_of(&config.name, config.guest.memory_bytes, &disks, &hardware)?;
             parked.must_find_images(&image_paths(&config))?;
             let state = parked.state(&folder)?;
             let incarnation = Incarnation::open(&folder, parked.incarnation)?;

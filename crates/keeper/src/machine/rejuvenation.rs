@@ -35,7 +35,7 @@ use super::nvram::must_have_all_state;
 use super::park::Parking;
 use super::state::Input;
 use super::{Context, Life, Machine, MachineError};
-use crate::config::{Config, NetBackend};
+use crate::config::{Config, NetBackend, NetConfig};
 use crate::drill::drill;
 use crate::event::Event;
 use crate::event_log::EventLog;
@@ -158,7 +158,7 @@ struct Progress {
 
 /// Refuses a QEMU without the machine type. QEMU's own message does not name the missing type.
 fn must_have_machine_type(config: &Config, binary: &Binary) -> Result<(), Failure> {
-    let machine_type = launch::machine_type(config);
+    let machine_type = launch::machine_type(&config.guest);
     // A QEMU that cannot list its types is tried anyway.
     match binary.machine_types() {
         Ok(types) if types.q35(machine_type).is_none() => {
@@ -230,13 +230,13 @@ impl Started {
     }
 }
 
-fn has_forwards(config: &Config) -> bool {
-    config.nets.iter().any(|net| matches!(&net.backend, NetBackend::User { forward, .. } if !forward.is_empty()))
+fn has_forwards(nets: &[NetConfig]) -> bool {
+    nets.iter().any(|net| matches!(&net.backend, NetBackend::User { forward, .. } if !forward.is_empty()))
 }
 
 /// Opens the forwarded ports. A successor is started without them, because the old QEMU still has them.
 fn open_forwards(config: &Config, log: &EventLog, qmp: &Qmp) {
-    for (net, forward) in launch::user_forwards(config) {
+    for (net, forward) in launch::user_forwards(&config.devices.nets) {
         if let Err(error) = qmp.add_forward(&net, &forward) {
             let message = format!("{net}: {forward} no longer reaches the guest: {error}");
             log.record(EventKind::Error { message });
@@ -392,7 +392,7 @@ impl Machine {
         let endpoints = life.generation.endpoints().map_err(|why| Failure::Networks(why.to_owned()))?;
         let plan = Plan::successor(&self.context, disks, &life.incarnation, number, &life.generation, endpoints)?;
         let (config, root) = (self.context.config.clone(), self.context.root.clone());
-        let program = request.qemu.clone().or_else(|| config.qemu.clone());
+        let program = request.qemu.clone().or_else(|| config.qemu.program.clone());
         let old = Arc::clone(&life.generation.qmp);
         let start =
             move |control: &LaunchControl| Started::start(plan, &old, &config, program.as_deref(), &root, control);
@@ -671,7 +671,7 @@ impl Machine {
     fn begin_retirement(&mut self, old: Generation, new: &Generation, progress: Progress) {
         let new = Box::new(Replaced { identity: new.identity(), status: new.status() });
         let (began, old) = (Instant::now(), Box::new(old));
-        let stage = if has_forwards(&self.context.config) {
+        let stage = if has_forwards(&self.context.config.devices.nets) {
             // The old one still has the ports that lead into the guest: who comes anew waits for its end.
             self.retire(&old, &new);
             Stage::OldEnds { began, old, new }

@@ -16,7 +16,7 @@ impl Machine {
     pub(super) fn status(&self) -> MachineStatus {
         let config = &self.context.config;
         let life = self.state.guest();
-        let disks = config.disks.iter().zip(&self.disks.servers);
+        let disks = config.devices.disks.iter().zip(&self.disks.servers);
         let dumps = self.crash_recovery.dumps.statuses();
         MachineStatus {
             name: config.name.clone(),
@@ -41,7 +41,7 @@ impl Machine {
                 })
                 .collect(),
             nvram: self.disks.nvram_statuses(&self.context, life.is_some()),
-            nets: config.nets.iter().map(net_status).collect(),
+            nets: config.devices.nets.iter().map(net_status).collect(),
             ledger_pages: life.map_or(0, |life| life.incarnation.ledger_pages()),
             ember: self.ember_status(),
             parking_since: self.rejuvenation.parking.as_ref().map(|parking| parking.since.clone()),
@@ -73,7 +73,7 @@ impl Machine {
         let usage = self.warm_reboot.monitor.usage();
         let nvram_bytes = nvram_bytes(&self.context);
         MemoryStatus {
-            ram_bytes: self.context.config.memory_bytes,
+            ram_bytes: self.context.config.guest.memory_bytes,
             resident_bytes: usage.live_bytes,
             ember_bytes: usage.ember_bytes,
             held_bytes: self.warm_reboot.ember.held_bytes(),
@@ -82,7 +82,7 @@ impl Machine {
             nvram_bytes,
             budget_bytes: self.warm_reboot.budget.limit_bytes(false)
                 + self.context.config.remount_bytes()
-                + self.context.config.nvram_bytes(),
+                + self.context.config.devices.nvram_bytes(),
             headroom_bytes: self.warm_reboot.budget.headroom_bytes,
             // NVRAM takes its memory before the first guest starts, and releases it after the last one.
             peak_bytes: self.warm_reboot.monitor.peak_bytes() + nvram_bytes,
@@ -93,7 +93,7 @@ impl Machine {
     fn ember_status(&self) -> EmberStatus {
         let counts = self.warm_reboot.ember.counts();
         EmberStatus {
-            mode: self.context.config.ember,
+            mode: self.context.config.memory.ember,
             pages_kept: counts.kept,
             kept_bytes: counts.kept * PAGE_BYTES,
             pages_served: counts.served,

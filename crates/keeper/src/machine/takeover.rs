@@ -36,12 +36,12 @@ use crate::folders::memory_owner;
 /// Whether a keeper of this program could take over the machine, according to its files. False if there is nothing to
 /// take over.
 pub fn could_take_over(config: &Config) -> Result<bool, MachineError> {
-    let journal = Journal::load(&config.runtime_folder.join("journal.json"))?;
+    let journal = Journal::load(&config.folders.runtime.join("journal.json"))?;
     let Some((journal, qemu)) = journal.and_then(|mut journal| journal.qemu.take().map(|qemu| (journal, qemu))) else {
         return Ok(false);
     };
     must_serve_the_same_disks(&journal, config, qemu.pid)?;
-    let noted = Images::after_gap(&config.memory_folder).begin_take_over();
+    let noted = Images::after_gap(&config.folders.memory).begin_take_over();
     must_find_the_same_files(config, qemu.pid, noted).map(|()| true)
 }
 
@@ -243,7 +243,7 @@ impl Machine {
 
 /// Refuses other disks: a mounted file system must not get another image.
 fn must_serve_the_same_disks(journal: &Journal, config: &Config, qemu_pid: u32) -> Result<(), MachineError> {
-    let Some(what) = difference(&journal.disks, &launch::disk_identities(config)) else { return Ok(()) };
+    let Some(what) = difference(&journal.disks, &launch::disk_identities(&config.devices)) else { return Ok(()) };
     Err(MachineError::OtherDisks { name: config.name.clone(), qemu_pid, what })
 }
 
@@ -287,14 +287,14 @@ mod tests {
         let text = "name = \"web\"\nmemory = \"64MiB\"\n[boot]\nkernel = \"k\"\n[[disks]]\nname = \"root\"\npath = \"root.img\"\n";
         fs::write(&file, text).unwrap();
         let config = Config::load(&file, &crate::runtime_root::RuntimeRoot::new(folder.path())).unwrap();
-        let path = config.runtime_folder.join("journal.json");
-        fs::create_dir_all(&config.runtime_folder).unwrap();
+        let path = config.folders.runtime.join("journal.json");
+        fs::create_dir_all(&config.folders.runtime).unwrap();
         assert!(!could_take_over(&config).unwrap(), "it has never run");
-        let mut journal = Journal::new("web", config.memory_bytes);
+        let mut journal = Journal::new("web", config.guest.memory_bytes);
         journal.save(&path).unwrap();
         assert!(!could_take_over(&config).unwrap(), "it has no QEMU");
         journal.qemu = Some(crate::sample::qemu_identity(7));
-        journal.disks = launch::disk_identities(&config);
+        journal.disks = launch::disk_identities(&config.devices);
         journal.save(&path).unwrap();
         assert!(could_take_over(&config).unwrap());
         journal.disks.clear();

@@ -30,7 +30,7 @@ fn text(mut bytes: [u8; 16]) -> String {
 
 /// Whether the operator's arguments already contain the device. QEMU accepts only one.
 fn has_its_own(config: &Config) -> bool {
-    config.extra_qemu_args.iter().any(|word| word.contains(DEVICE))
+    config.qemu.extra_args.iter().any(|word| word.contains(DEVICE))
 }
 
 impl Context {

@@ -97,7 +97,7 @@ impl WarmReboot {
         let Ok(id) = u8::try_from(position).map(DiskId) else { return };
         let blocks = self.sources.forget_disk(id) + living.map_or(0, |living| living.forget_disk(id));
         if blocks > 0 {
-            let disk = context.config.disks[position].name.clone();
+            let disk = context.config.devices.disks[position].name.clone();
             tracing::warn!(disk, why, "dropped the blocks of this disk held in memory");
             context.record(EventKind::DiskForgotten { disk, why, blocks });
         }
@@ -106,7 +106,7 @@ impl WarmReboot {
     /// Whether memory must be granted unit by unit: dead memory is held for a dump, or `admission = "always"` and there
     /// is dead memory.
     pub fn wants_gate(&self, config: &Config) -> bool {
-        let always = config.admission == AdmissionMode::Always;
+        let always = config.memory.admission == AdmissionMode::Always;
         self.ember.is_held() || always && !self.ember.incarnations().is_empty()
     }
 
@@ -116,7 +116,7 @@ impl WarmReboot {
             folder: context.folders.memory.clone(),
             budget: self.budget,
             ember: self.ember.clone(),
-            only_for_dumps: context.config.admission == AdmissionMode::Dump,
+            only_for_dumps: context.config.memory.admission == AdmissionMode::Dump,
         }
     }
 
@@ -151,9 +151,9 @@ fn open_boot_set(context: &Context, tagger: &Tagger) -> Result<Option<Arc<BootSe
 
 /// The host memory that a machine may use.
 fn budget(config: &Config) -> Budget {
-    let slack_bytes = config.budget_slack_bytes;
+    let slack_bytes = config.memory.slack_bytes;
     Budget {
-        ram_bytes: config.memory_bytes,
+        ram_bytes: config.guest.memory_bytes,
         slack_bytes,
         headroom_bytes: config.crash.headroom_bytes,
         dump_buffer_bytes: dump::buffer_bytes(slack_bytes, config.crash.threads),

@@ -14,7 +14,10 @@ use hearth_api::EmberMode;
 
 use super::file::WatchdogSection;
 use super::quantity::{size_bytes, slack_bytes};
-use super::{AdmissionMode, Config, ConfigFile, OnPanic, Wanted, WatchdogAction};
+use super::{
+    AdmissionMode, Config, ConfigFile, DevicesConfig, FoldersConfig, GuestConfig, MemoryConfig, OnPanic, QemuConfig,
+    Wanted, WatchdogAction,
+};
 use crate::problem::Problem;
 use crate::runtime_root::{HOPS_LOCK, RuntimeRoot};
 
@@ -87,6 +90,13 @@ fn accelerator(typed: Option<&str>) -> Wanted {
     }
 }
 
+fn admission(typed: Option<&str>) -> AdmissionMode {
+    match typed {
+        Some("always") => AdmissionMode::Always,
+        _ => AdmissionMode::Dump,
+    }
+}
+
 fn on_panic(typed: Option<&str>) -> OnPanic {
     match typed {
         Some("dump") => OnPanic::Dump,
@@ -128,42 +138,46 @@ pub fn resolve(
     let ready_sign = typed.remount.as_ref().and_then(|typed| typed.ready.clone());
     let ready_sign = ready_sign.and_then(|typed| resolver.ready_sign(typed, guest_agent, &nets));
     let remount = typed.remount.map(|typed| resolver.remount(typed, memory_bytes, ember, &machine, ready_sign));
-    Some(Config {
-        runtime_folder: resolver.path_or(typed.runtime_folder, || root.machine(&machine)),
-        memory_folder: match typed.memory_folder {
+    let folders = FoldersConfig {
+        runtime: resolver.path_or(typed.runtime_folder, || root.machine(&machine)),
+        memory: match typed.memory_folder {
             Some(text) => own_folder(resolver.path(&text), &machine),
             None => default_memory_folder(&machine),
         },
-        name: name?,
-        file: file.to_owned(),
+    };
+    let qemu = QemuConfig {
+        program: typed.qemu.map(|path| resolver.path(&path)),
+        user: typed.qemu_user,
+        sandbox: typed.sandbox.unwrap_or(true),
+        extra_args: typed.extra_qemu_args.unwrap_or_default(),
+    };
+    let guest = GuestConfig {
         memory_bytes: memory_bytes?,
         cpus: typed.cpus.unwrap_or(1),
         cpu_model: typed.cpu_model,
         accelerator: accelerator(typed.accelerator.as_deref()),
         machine_type: typed.machine_type,
-        qemu: typed.qemu.map(|path| resolver.path(&path)),
-        qemu_user: typed.qemu_user,
-        ember,
+        boot: boot?,
+        watchdog: typed.watchdog.map(watchdog_action),
+        agent: guest_agent,
+    };
+    Some(Config {
+        name: name?,
+        file: file.to_owned(),
+        guest,
+        devices: DevicesConfig { disks, nvram, pmem, nets },
+        qemu,
+        folders,
+        memory: MemoryConfig {
+            ember,
+            slack_bytes: budget_slack_bytes?,
+            admission: admission(typed.admission.as_deref()),
+        },
         on_panic: on_panic(typed.on_panic.as_deref()),
         crash: crash?,
-        watchdog: typed.watchdog.map(watchdog_action),
         rejuvenate,
         remount: remount.flatten(),
         object_store: object_store?,
-        budget_slack_bytes: budget_slack_bytes?,
-        admission: if typed.admission.as_deref() == Some("always") {
-            AdmissionMode::Always
-        } else {
-            AdmissionMode::Dump
-        },
-        sandbox: typed.sandbox.unwrap_or(true),
-        guest_agent,
-        boot: boot?,
-        disks,
-        nvram,
-        pmem,
-        nets,
-        extra_qemu_args: typed.extra_qemu_args.unwrap_or_default(),
     })
 }
 

@@ -31,7 +31,7 @@ fn every_key_changed_under_a_living_guest() {
     for changed in changes() {
         let Changed { field, before, after } = changed;
         let before = settled(&before, KEPT);
-        let kept = before.config.machine_type.clone().expect("it was settled");
+        let kept = before.config.guest.machine_type.clone().expect("it was settled");
         let changed = Changed { field, before, after };
         let (before, after) = (&changed.before, settled(&changed.after, &kept));
         let name = format!("{}{}", field.section.heading(), field.key);
@@ -93,7 +93,7 @@ fn earlier_keeper_noted_no_machine_type() {
     let mut today = configured(SMALL).unwrap();
     let noted = today.for_journal();
     let now = InForce::of_living(&today, &noted, &root()).unwrap().now;
-    assert_eq!(now.config.machine_type.as_deref(), Some("pc-q35-7.2"));
+    assert_eq!(now.config.guest.machine_type.as_deref(), Some("pc-q35-7.2"));
     assert!(now.typed.for_snapshot(&now.config, "tcg").to_text().contains("machine_type = \"pc-q35-7.2\""));
     today.or_machine_type("pc-q35-10.2".to_owned());
     let found = InForce::of_living(&today, &noted, &root()).unwrap();
@@ -116,10 +116,13 @@ fn changes_wait_each_for_its_own_effect() {
         |queues, iops| format!("{SMALL}[[disks]]\nname = \"d\"\npath = \"d.img\"\nqueues = {queues}\niops = {iops}\n");
     let after = disk(1, 70).replace("64MiB", "96MiB");
     let found = check(&disk(2, 50), &after, &["memory"], &["disks.d.queues"]);
-    let disk = &found.now.config.disks[0];
-    assert_eq!((found.now.config.memory_bytes, disk.queues, disk.iops), (64 << 20, 2, Some(70)));
+    let disk = &found.now.config.devices.disks[0];
+    assert_eq!((found.now.config.guest.memory_bytes, disk.queues, disk.iops), (64 << 20, 2, Some(70)));
     let next = found.next.unwrap().config;
-    assert_eq!((next.memory_bytes, next.disks[0].queues, next.disks[0].iops), (96 << 20, 2, Some(70)));
+    assert_eq!(
+        (next.guest.memory_bytes, next.devices.disks[0].queues, next.devices.disks[0].iops),
+        (96 << 20, 2, Some(70))
+    );
 }
 
 #[test]
@@ -147,7 +150,7 @@ fn contradictory_merge_waits_as_a_whole() {
     };
     let found = check(&with(8080), &with(9090), &["remount.ready.port", "nets[0].forward"], &[]);
     assert_eq!(found.now.config, settled(&configured(&with(8080)).unwrap(), "pc-q35-7.2").config);
-    assert_eq!(found.next.unwrap().config.nets, configured(&with(9090)).unwrap().config.nets);
+    assert_eq!(found.next.unwrap().config.devices.nets, configured(&with(9090)).unwrap().config.devices.nets);
 }
 
 #[test]
@@ -156,8 +159,8 @@ fn a_journal_from_elsewhere_means_the_same() {
     let mut elsewhere = before.clone();
     elsewhere.config.file = "/somewhere/else.toml".into();
     let again = InForce::of_living(&elsewhere, &before.for_journal(), &root()).unwrap();
-    assert_eq!(again.now.config.disks, before.config.disks);
-    assert_eq!(again.now.config.boot, before.config.boot);
+    assert_eq!(again.now.config.devices.disks, before.config.devices.disks);
+    assert_eq!(again.now.config.guest.boot, before.config.guest.boot);
 }
 
 #[test]

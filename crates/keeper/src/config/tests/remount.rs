@@ -111,12 +111,12 @@ fn boot_set_is_saved_to_the_given_file() {
 fn nvram_has_size_and_optional_mirror() {
     let nvram = |more: &str| parse(&format!("{SMALL}[[nvram]]\nsize = \"8KiB\"\n{more}")).unwrap();
     let plain = NvramConfig { name: "nvram0".into(), bytes: 8192, serial: "nvram0".into(), mirror: None };
-    assert_eq!(nvram("").nvram, std::slice::from_ref(&plain));
-    assert_eq!(nvram("mirror = \"none\"\n").nvram, [plain]);
+    assert_eq!(nvram("").devices.nvram, std::slice::from_ref(&plain));
+    assert_eq!(nvram("mirror = \"none\"\n").devices.nvram, [plain]);
     assert_eq!(nvram("").most_memory_bytes() - parse(SMALL).unwrap().most_memory_bytes(), 8192);
     let mirror = Some(NvramMirror { file: "/machines/m".into(), policy: MirrorPolicy::Sync });
     assert_eq!(
-        nvram("name = \"log\"\nserial = \"L1\"\nmirror = \"sync\"\nmirror_file = \"m\"\n").nvram,
+        nvram("name = \"log\"\nserial = \"L1\"\nmirror = \"sync\"\nmirror_file = \"m\"\n").devices.nvram,
         [NvramConfig { name: "log".into(), bytes: 8192, serial: "L1".into(), mirror }]
     );
     check_with("[[nvram]]\n", &["error: nvram[0].size: is missing; for example size = \"64MiB\""]);
@@ -168,12 +168,12 @@ fn nvram_may_be_persistent_memory() {
     let pmem = |more: &str| parse(&format!("{SMALL}[[nvram]]\ndevice = \"pmem\"\nsize = \"4MiB\"\n{more}")).unwrap();
     let taken = |config: &Config| config.most_memory_bytes() - parse(SMALL).unwrap().most_memory_bytes();
     let plain = pmem("[[nvram]]\nsize = \"8KiB\"\n");
-    assert_eq!(plain.pmem, [PmemConfig { name: "nvram0".into(), bytes: 4 << 20, mirror_file: None }]);
-    assert_eq!((plain.nvram.len(), plain.nvram[0].name.as_str()), (1, "nvram1"));
+    assert_eq!(plain.devices.pmem, [PmemConfig { name: "nvram0".into(), bytes: 4 << 20, mirror_file: None }]);
+    assert_eq!((plain.devices.nvram.len(), plain.devices.nvram[0].name.as_str()), (1, "nvram1"));
     assert_eq!(taken(&plain), (4 << 20) + 8192);
     let mirrored = pmem("name = \"log\"\nmirror = \"sync\"\nmirror_file = \"m\"\n");
     assert_eq!(
-        mirrored.pmem,
+        mirrored.devices.pmem,
         [PmemConfig { name: "log".into(), bytes: 4 << 20, mirror_file: Some("/machines/m".into()) }]
     );
     assert_eq!(taken(&mirrored), 0, "the host can have its page cache of it back");

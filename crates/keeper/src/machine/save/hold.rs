@@ -118,7 +118,7 @@ impl Hold {
                 qemu_version: identity.version,
                 accelerator: identity.accelerator,
                 configuration: Some(config.file.clone()),
-                ram_bytes: config.memory_bytes,
+                ram_bytes: config.guest.memory_bytes,
                 vmgenid: identity.vmgenid.is_some(),
                 guest_agent: identity.guest_agent,
                 write_through,

@@ -190,7 +190,7 @@ fn save_targets(config: &Config, draft: &mut Draft) -> Result<Vec<Target>, Snaps
         let (name, image) = (disk.name.clone(), disk.path.clone());
         Ok(Target { disk: name, image, format: disk.format.name(), file, shares })
     };
-    config.disks.iter().map(target).collect()
+    config.devices.disks.iter().map(target).collect()
 }
 
 impl Disks {

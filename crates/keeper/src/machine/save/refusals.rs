@@ -22,7 +22,7 @@ impl Machine {
             let why = format!("freeze patience out of range: use {:?} ms", FreezeRequest::PATIENCE_MS);
             return Err(ApiError::new(ErrorWord::BadRequest, why));
         }
-        if !self.context.config.nvram.is_empty() || !self.context.config.pmem.is_empty() {
+        if !self.context.config.devices.nvram.is_empty() || !self.context.config.devices.pmem.is_empty() {
             return refuse(
                 "cannot save: snapshots do not include NVRAM",
                 "only a machine without [[nvram]] can be saved",
@@ -76,7 +76,7 @@ impl Machine {
         let next_guest = self.context.file.next.configured.as_ref().map_or(&self.context.config, |next| &next.config);
         match self.state.guest().is_some_and(|life| life.generation.identity().guest_agent) {
             true => Ok(()),
-            false if next_guest.guest_agent => {
+            false if next_guest.guest.agent => {
                 let why = "cannot freeze: the guest was started without a channel to its agent";
                 refuse(why, "run `hearth reboot`: the next guest has one".to_owned())
             }
