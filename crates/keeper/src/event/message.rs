@@ -119,3 +119,19 @@ pub enum BackfillMessage {
     /// No block of the disk is missing.
     Complete { disk: String, bytes: u64, duration_ms: f64 },
 }
+
+/// What a guest stood still for.
+#[derive(Clone, Copy, Debug)]
+pub enum HeldFor {
+    Save,
+    Dump,
+}
+
+impl HeldFor {
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Save => "save",
+            Self::Dump => "dump",
+        }
+    }
+}

@@ -13,8 +13,8 @@ use hearth_qemu::QmpEvent;
 use crate::control::{Command, Reply};
 use crate::upgrade::Successor;
 pub use message::{
-    AdmissionMessage, BackfillMessage, DumpMessage, MemoryMessage, ParkMessage, ReadinessMessage, RestoreMessage,
-    SaveMessage, ThawMessage,
+    AdmissionMessage, BackfillMessage, DumpMessage, HeldFor, MemoryMessage, ParkMessage, ReadinessMessage,
+    RestoreMessage, SaveMessage, ThawMessage,
 };
 
 /// One thing that happened. `generation` is the QEMU generation that it comes from: the loop ignores late messages of a QEMU
@@ -47,7 +47,7 @@ pub enum Event {
     /// QEMU has given the registers of its crashed guest, or has not, for this reason. It may end now.
     Harvested { generation: u32, began: Instant, registers: Result<Vec<u8>, String> },
     /// A guest that stood still for a save or a dump has gone on. `why`: it has not, for this reason.
-    WentOn { generation: u32, what: &'static str, at: Instant, why: Option<String> },
+    WentOn { generation: u32, held_for: HeldFor, at: Instant, why: Option<String> },
     /// Message from the save with this number.
     Save { number: u64, message: SaveMessage },
     /// The disks are flushed, or not, for a park or a check whether the guest can be parked, which is answered here.

@@ -17,10 +17,10 @@ use hearth_recovery::vmcore::{Compression, DeadRam, DumpLevel, Format};
 
 use super::Machine;
 use super::dump::{DumpFolder, Job, Order, Pace, Progress, Settings, SlowdownCheck, Task, piece_bytes};
-use super::state::Input;
+use super::state::{Input, PauseReason};
 use crate::config::Config;
 use crate::control::{Answer, Reply};
-use crate::event::Event;
+use crate::event::{Event, HeldFor};
 use crate::folders::existing;
 
 /// Number of ended dumps that are still shown.
@@ -329,9 +329,7 @@ impl Machine {
             self.context.journal.guest = GuestNote::Runs;
             return Err(not_dumped(&crate::chain(&error)));
         }
-        let name = &self.context.config.name;
-        let why = format!("the guest is being dumped; `hearth dump {name} --discard` ends the dump");
-        self.apply_infallible(Input::Paused { why: Some(why) });
+        self.apply_infallible(Input::Paused { reason: PauseReason::Dump });
         Ok(())
     }
 
@@ -365,7 +363,7 @@ impl Machine {
     /// The guest goes on, if it stands still for a dump.
     pub(super) fn resume_after_dump(&mut self) {
         if self.is_paused_for_dump() {
-            self.resume_guest("dump");
+            self.resume_guest(HeldFor::Dump);
         }
     }
 

@@ -362,8 +362,8 @@ impl Machine {
             }
             Event::Park { generation, message } => return self.handle_park(generation, message),
             Event::ReadyToDump { generation, held, registers } => self.ready_to_dump(generation, held, registers),
-            Event::WentOn { generation, what, at, why } if self.is_current(generation) => {
-                self.note_resumed(what, at, why);
+            Event::WentOn { generation, held_for, at, why } if self.is_current(generation) => {
+                self.note_resumed(held_for, at, why);
             }
             Event::Save { number, message } => self.handle_save(number, message),
             Event::Thaw { generation, message } if self.is_current(generation) => {

@@ -14,15 +14,15 @@ use hearth_recovery::journal::GuestNote;
 use hearth_recovery::rejuvenation;
 
 use super::Machine;
-use super::state::Input;
-use crate::event::Event;
+use super::state::{Input, PauseReason};
+use crate::event::{Event, HeldFor};
 
 /// A guest goes on within milliseconds; on a host that swaps it may be a second.
 const GO_ON_PATIENCE: Duration = Duration::from_secs(5);
 
 impl Machine {
-    /// Has the guest go on, if it stands still. `what`: what for.
-    pub(super) fn resume_guest(&mut self, what: &'static str) {
+    /// Has the guest go on, if it stands still.
+    pub(super) fn resume_guest(&mut self, held_for: HeldFor) {
         if self.state.shown() == MachineState::Paused {
             self.apply_infallible(Input::Continued);
         }
@@ -42,20 +42,20 @@ impl Machine {
                 Err(error) => Some(error.to_string()),
             };
             // Fails only when the loop is gone.
-            let _ = tell.send(Event::WentOn { generation, what, at: Instant::now(), why });
+            let _ = tell.send(Event::WentOn { generation, held_for, at: Instant::now(), why });
         });
         if let Err(error) = told {
-            self.note_resumed(what, Instant::now(), Some(format!("cannot start a thread: {error}")));
+            self.note_resumed(held_for, Instant::now(), Some(format!("cannot start a thread: {error}")));
         }
     }
 
     /// The guest runs again. `why`: it does not, for this reason.
-    pub(super) fn note_resumed(&mut self, what: &'static str, at: Instant, why: Option<String>) {
+    pub(super) fn note_resumed(&mut self, held_for: HeldFor, at: Instant, why: Option<String>) {
         if let Some(why) = why {
-            let message = format!("the guest was paused for its {what} and cannot continue: {why}");
+            let message = format!("the guest was paused for its {} and cannot continue: {why}", held_for.name());
             self.context.record(EventKind::Error { message });
             if self.state.is_undisturbed() {
-                self.apply_infallible(Input::Paused { why: None });
+                self.apply_infallible(Input::Paused { reason: PauseReason::CannotContinue });
             }
         }
         let Some(life) = self.state.guest_mut() else { return };

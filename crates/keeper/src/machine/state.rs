@@ -10,6 +10,7 @@ mod step;
 #[cfg(test)]
 mod table;
 
+use std::borrow::Cow;
 use std::time::{Duration, Instant};
 
 use hearth_api::{EndCause, EventKind, MachineState};
@@ -63,15 +64,26 @@ pub struct Running<G> {
     pub guest: G,
     /// Why the guest is about to end, according to QEMU or a request. If QEMU ends without a cause, it died.
     pub cause: Option<EndCause>,
-    /// Whether the guest is paused, and why.
-    pub pause: Option<Pause>,
+    /// Why the guest is paused, if it is.
+    pub pause: Option<PauseReason>,
     pub order: Option<Order>,
     /// The guest crashed, and QEMU is asked for its registers, once: then it is killed.
     pub harvest_begun: bool,
 }
 
-pub struct Pause {
-    pub why: Option<String>,
+/// Why a guest is paused.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum PauseReason {
+    /// A save needs its state at one moment.
+    Save,
+    /// A dump is written, as requested with `--pause`.
+    Dump,
+    /// It crashed, and waits for the operator.
+    Crash(EndCause),
+    /// It did not continue after a save or dump; an event says why.
+    CannotContinue,
+    /// This keeper found it so.
+    BeforeTakeOver,
 }
 
 /// A request of the operator that ends the guest and is not carried out yet.
@@ -141,7 +153,7 @@ pub enum Input<G, L> {
         now: Instant,
     },
     Paused {
-        why: Option<String>,
+        reason: PauseReason,
     },
     Continued,
     /// A save that stops the machine is complete.
@@ -286,14 +298,14 @@ impl<G, L> State<G, L> {
         }
     }
 
-    /// Why the machine is in this state, as text.
-    pub fn why(&self) -> Option<&str> {
+    /// Why the machine of this name is in this state, as text.
+    pub fn why(&self, machine: &str) -> Option<Cow<'_, str>> {
         match self {
-            Self::Running(Running { pause: Some(pause), .. }) => pause.why.as_deref(),
+            Self::Running(Running { pause: Some(reason), .. }) => reason.text(machine),
             Self::Recovering(Recovering { back_off: Some(back_off), order, .. }) if *order != Some(OrderNote::Stop) => {
-                Some(&back_off.why)
+                Some(back_off.why.as_str().into())
             }
-            Self::Dumping { .. } => Some(WAITS_FOR_DUMPS),
+            Self::Dumping { .. } => Some(WAITS_FOR_DUMPS.into()),
             _ => None,
         }
     }
@@ -390,6 +402,22 @@ impl<G, L> State<G, L> {
 
     fn harvest_begun(&self) -> bool {
         matches!(self, Self::Running(Running { harvest_begun: true, .. }))
+    }
+}
+
+impl PauseReason {
+    /// None if nothing more is known than that the guest is paused.
+    fn text(self, machine: &str) -> Option<Cow<'static, str>> {
+        match self {
+            Self::Save => Some("the guest is being saved; `hearth save --cancel` cancels the save".into()),
+            Self::Dump => {
+                Some(format!("the guest is being dumped; `hearth dump {machine} --discard` ends the dump").into())
+            }
+            Self::Crash(cause) => {
+                Some(format!("{}; continue with `hearth reboot` or `hearth stop`", cause.words()).into())
+            }
+            Self::CannotContinue | Self::BeforeTakeOver => None,
+        }
     }
 }
 

@@ -1,5 +1,7 @@
 //! The machine's status, as the API shows it.
 
+use std::borrow::Cow;
+
 use hearth_api::{
     DiskStatus, DumpStatus, EmberStatus, KeeperStatus, MachineStatus, MemoryStatus, NetStatus, Recovery, Refused,
 };
@@ -59,7 +61,7 @@ impl Machine {
 
     fn state_why(&self) -> Option<String> {
         let first = self.state.launch().filter(|_| self.state.is_first_start());
-        self.state.why().map(str::to_owned).or_else(|| first.map(Start::doing))
+        self.state.why(&self.context.config.name).map(Cow::into_owned).or_else(|| first.map(Start::doing))
     }
 
     /// The last recovery, with the dump of the guest that was recovered from.

@@ -28,7 +28,7 @@ use super::gate::UserfaultOr;
 use super::generation::{Generation, LaunchError};
 use super::images::Images;
 use super::launch;
-use super::state::Input;
+use super::state::{Input, PauseReason};
 use super::{Machine, MachineError};
 use crate::config::Config;
 use crate::folders::memory_owner;
@@ -129,7 +129,7 @@ impl Machine {
             Ok("guest-panicked") => self.guest_panicked()?,
             Ok("watchdog") => self.watchdog_expired("pause".to_owned())?,
             Ok("running") => {}
-            Ok(_) => self.apply_infallible(Input::Paused { why: None }),
+            Ok(_) => self.apply_infallible(Input::Paused { reason: PauseReason::BeforeTakeOver }),
             Err(error) => tracing::warn!(%error, "QEMU does not report the guest's state"),
         }
         Ok(())

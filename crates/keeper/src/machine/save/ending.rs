@@ -15,6 +15,7 @@ use super::super::generation::Generation;
 use super::super::state::Input;
 use super::task::Written;
 use super::{Held, Saves, Saving};
+use crate::event::HeldFor;
 
 /// How long a cancelled save may take to end before the machine stops without it.
 const CALL_OFF_PATIENCE: Duration = Duration::from_secs(2);
@@ -135,7 +136,7 @@ impl Machine {
         {
             *held = Held::GoingOn(*paused);
         }
-        self.resume_guest("save");
+        self.resume_guest(HeldFor::Save);
     }
 
     /// Continues a guest that a dead keeper left paused: for a save, which failed with that keeper, or at the end of a

@@ -42,7 +42,7 @@ use hearth_recovery::snapshot::{Draft, SnapshotError, can_share};
 
 use super::disks::Disks;
 use super::frozen::Frozen;
-use super::state::Input;
+use super::state::{Input, PauseReason};
 use super::{Life, Machine};
 use crate::config::{Config, DiskConfig};
 use crate::control::{Answer, Reply};
@@ -445,8 +445,7 @@ impl Machine {
             let held = hold.capture_paused_state(qmp, &tell);
             tell.say(SaveMessage::Held(held));
         });
-        let why = "the guest is being saved; `hearth save --cancel` cancels the save".to_owned();
-        self.apply_infallible(Input::Paused { why: Some(why) });
+        self.apply_infallible(Input::Paused { reason: PauseReason::Save });
         if let Err(error) = told {
             self.cancel_save(&format!("cannot start a thread: {error}"));
         }

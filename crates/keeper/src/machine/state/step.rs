@@ -6,7 +6,7 @@ use hearth_api::{EndCause, MachineState};
 use hearth_recovery::journal::OrderNote;
 
 use super::super::{DRAIN_PATIENCE, SHUTDOWN_PATIENCE};
-use super::{Action, BackOff, Input, Launching, Order, Pause, Recovering, Running, Starting, State, StopOrder};
+use super::{Action, BackOff, Input, Launching, Order, PauseReason, Recovering, Running, Starting, State, StopOrder};
 use crate::config::OnPanic;
 
 type Next<G, L> = (State<G, L>, Vec<Action<G, L>>);
@@ -90,7 +90,7 @@ impl<G> Running<G> {
                 self.set_order(order, now + SHUTDOWN_PATIENCE, true);
                 actions.push(Action::PressPowerButton);
             }
-            Input::Paused { why } => self.pause = Some(Pause { why }),
+            Input::Paused { reason } => self.pause = Some(reason),
             Input::Continued => self.pause = None,
             Input::SavedToStop { now } => {
                 self.set_order(OrderNote::Stop, now + DRAIN_PATIENCE, false);
@@ -152,8 +152,7 @@ impl<G> Running<G> {
         self.cause = Some(cause);
         // An earlier request continues.
         if self.order.is_none() {
-            let why = format!("{}; continue with `hearth reboot` or `hearth stop`", cause.words());
-            self.pause = Some(Pause { why: Some(why) });
+            self.pause = Some(PauseReason::Crash(cause));
             actions.insert(0, Action::NoteIdleDisks);
         }
         actions

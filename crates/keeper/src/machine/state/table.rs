@@ -9,7 +9,9 @@ use std::time::{Duration, Instant};
 use hearth_api::{EndCause, EventKind};
 use hearth_recovery::journal::OrderNote;
 
-use super::{Action, BackOff, Input, Launching, Order, Pause, Recovering, Running, Starting, State, StopOrder, step};
+use super::{
+    Action, BackOff, Input, Launching, Order, PauseReason, Recovering, Running, Starting, State, StopOrder, step,
+};
 use crate::config::OnPanic;
 
 const TABLE: &str = "
@@ -253,7 +255,7 @@ fn states(start: Instant) -> Vec<(&'static str, State<Guest, Launch>)> {
         order: None,
         harvest_begun: true,
     });
-    let pause = Some(Pause { why: None });
+    let pause = Some(PauseReason::Save);
     let recovering =
         |order, back_off, waited_for| State::Recovering(Recovering { order, back_off, launch: None, waited_for });
     let launching = |order| State::Recovering(Recovering { order, back_off: None, launch: Some(()), waited_for: None });
@@ -314,7 +316,7 @@ fn inputs(now: Instant) -> Vec<(&'static str, Input<Guest, Launch>)> {
         ("signal", Input::Terminate { now }),
         ("reboot found", found(OrderNote::Reboot { cold: false })),
         ("stop found", found(OrderNote::Stop)),
-        ("paused", Input::Paused { why: None }),
+        ("paused", Input::Paused { reason: PauseReason::Save }),
         ("continued", Input::Continued),
         ("saved to stop", Input::SavedToStop { now }),
         ("shuts down", Input::ShutsDown { cause: EndCause::GuestShutdown }),
@@ -511,4 +513,15 @@ fn orders_lead_to_nothing_that_can_fail() {
             assert!(!step(state, input).1.iter().any(can_fail), "{state_name} | {input_name}");
         }
     }
+}
+
+#[test]
+fn pause_reason_says_what_ends_the_pause() {
+    let check = |reason: PauseReason, expect: Option<&str>| assert_eq!(reason.text("web").as_deref(), expect);
+    check(PauseReason::Save, Some("the guest is being saved; `hearth save --cancel` cancels the save"));
+    check(PauseReason::Dump, Some("the guest is being dumped; `hearth dump web --discard` ends the dump"));
+    let crashed = "guest panicked; continue with `hearth reboot` or `hearth stop`";
+    check(PauseReason::Crash(EndCause::Panic), Some(crashed));
+    check(PauseReason::CannotContinue, None);
+    check(PauseReason::BeforeTakeOver, None);
 }
