@@ -158,7 +158,7 @@ fn hearth(
     vm.sh(LOAD).map_err(failed)?;
     let clocks = Reading::take(&vm).map_err(failed)?;
     let silence = Silence::listen(vm.guest()).map_err(failed)?;
-    let responsiveness = Responsiveness::watch(vm.api_socket());
+    let responsiveness = Responsiveness::watch(vm.api());
     for _ in 0..hops {
         let began = Instant::now();
         vm.rejuvenate().map_err(failed)?;
@@ -168,7 +168,7 @@ fn hearth(
         std::thread::sleep(AFTERMATH + (ended - began));
         let quiet = silence.longest(&[vm.guest()], ended + AFTERMATH, Instant::now());
         record.add(&case(side, memory_mib), "gap_without_ms", "ms", quiet);
-        let status = vm.status().map_err(failed)?;
+        let status = vm.status_json().map_err(failed)?;
         let last = &status["last_rejuvenation"];
         let figure = |key: &str| last[key].as_f64().unwrap_or(f64::NAN);
         record.add(&case(side, memory_mib), "pause_ms", "ms", figure("pause_ms"));

@@ -1,13 +1,13 @@
 //! Response times of a keeper while it works: the bench requests its status every 10 ms, as a dashboard might, and the keeper
 //! reports the longest time that its main loop spent on one event.
 
-use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use hearth_api::MachineStatus;
+use hearth_vmtest::Api;
 
 use crate::record::Record;
 use crate::stats;
@@ -27,22 +27,22 @@ struct Answers {
 }
 
 impl Responsiveness {
-    /// Starts polling the keeper behind this socket.
-    pub fn watch(socket: PathBuf) -> Self {
+    /// Starts polling the keeper behind this API.
+    pub fn watch(api: Api) -> Self {
         let over = Arc::new(AtomicBool::new(false));
         let is_over = over.clone();
         let poll = move || {
             let mut answers = Answers::default();
             while !is_over.load(Relaxed) {
                 let asked = Instant::now();
-                if let Some(status) = ask(&socket) {
+                if let Some(status) = api.status() {
                     answers.status_ms.push(asked.elapsed().as_secs_f64() * 1e3);
                     answers.last = Some(status);
                 }
                 std::thread::sleep(ASK_EVERY);
             }
             // One more request after the work, since an answer includes only earlier events.
-            answers.last = ask(&socket).or(answers.last);
+            answers.last = api.status().or(answers.last);
             answers
         };
         Self { over, thread: std::thread::spawn(poll) }
@@ -59,10 +59,6 @@ impl Responsiveness {
             record.add(case, "loop_stall_ms_max", "ms", status.keeper.loop_stall_ms_max);
         }
     }
-}
-
-fn ask(socket: &Path) -> Option<MachineStatus> {
-    serde_json::from_str(&hearth_vmtest::get(socket, "/v1/status").ok()?).ok()
 }
 
 /// Adds the longest stall, and the median of the response times over all cases.

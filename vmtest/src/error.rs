@@ -26,8 +26,8 @@ pub enum Error {
     Timeout { what: String, seconds: u64, console: String },
     #[error("{what} ended with {how} while waiting for {waited}; last lines of the console:\n{console}")]
     Ended { what: String, how: String, waited: String, console: String },
-    #[error("the machine has no QEMU process: {status}")]
-    NoQemu { status: serde_json::Value },
+    #[error("the machine has no QEMU process: {status:?}")]
+    NoQemu { status: Box<hearth_api::MachineStatus> },
     #[error("`{command}` ended with status {status}:\n{output}")]
     Cli { command: String, status: i32, output: String },
     #[error("in the guest, `{command}` ended with status {status}:\n{output}")]

@@ -56,7 +56,9 @@ pub mod web;
 pub use disk::Disk;
 pub use error::{Error, Result};
 pub use guest::{Drives, Guest, Output, START_AGENT};
-pub use hearth::{Parked, TestVm, TestVmBuilder, get};
+pub use hearth::{Api, Parked, TestVm, TestVmBuilder};
+/// What `hearth` answers, as types.
+pub use hearth_api;
 pub use loop_device::LoopDevice;
 pub use mounted::Mounted;
 pub use plain::{PlainVm, PlainVmBuilder};

@@ -87,7 +87,7 @@ impl Short {
 }
 
 fn admission(vm: &TestVm) -> Result<Value> {
-    Ok(vm.status()?["memory"]["admission"].clone())
+    Ok(vm.status_json()?["memory"]["admission"].clone())
 }
 
 #[track_caller]
@@ -123,7 +123,7 @@ fn next_keeper_serves_a_guest_waiting_for_memory() -> Result<()> {
     let id = short.vm.guest().start(&fill())?;
     short.wait_until_guest_waits()?;
     short.vm.restart_keeper()?;
-    short.vm.wait_event("the take-over", |event| event["kind"] == "keeper_took_over")?;
+    short.vm.wait_event_json("the take-over", |event| event["kind"] == "keeper_took_over")?;
     let resumed = short.wait_until_guest_waits()?;
     assert_eq!(resumed["on"], true, "{resumed}");
     short.release_until_answered(id)?;
@@ -168,8 +168,8 @@ fn idle_guest_is_admitted_when_the_dump_ends() -> Result<()> {
     vm.panic()?;
     vm.wait_incarnation(2)?;
     assert!(admission(&vm)?.is_object(), "the guest gets memory unit by unit");
-    vm.wait_event("the dump's end", |event| event["kind"] == "dump_complete")?;
-    vm.wait_status("admission's end", |status| status["memory"]["admission"]["on"] == false)?;
+    vm.wait_event_json("the dump's end", |event| event["kind"] == "dump_complete")?;
+    vm.wait_status_json("admission's end", |status| status["memory"]["admission"]["on"] == false)?;
     vm.rejuvenate()?;
     vm.save(&vm.folder().join("snapshot"))
 }

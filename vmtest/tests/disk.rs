@@ -23,12 +23,12 @@ mod write_cache;
 
 /// A number of a disk in `hearth status`.
 fn count(vm: &TestVm, disk: usize, key: &str) -> Result<u64> {
-    let status = vm.status()?;
+    let status = vm.status_json()?;
     Ok(status["disks"][disk][key].as_u64().unwrap_or_else(|| panic!("no {key} in {status}")))
 }
 
 fn text(vm: &TestVm, disk: usize, key: &str) -> Result<String> {
-    Ok(vm.status()?["disks"][disk][key].as_str().unwrap_or_default().to_owned())
+    Ok(vm.status_json()?["disks"][disk][key].as_str().unwrap_or_default().to_owned())
 }
 
 /// Storage that the image occupies on the host.
@@ -73,7 +73,7 @@ fn unflushed_qcow2_write_survives_the_keeper() -> Result<()> {
     assert_ne!(written.trim(), sum(&fs::read(&base).expect("the image")));
     vm.kill_keeper()?;
     vm.restart_keeper()?;
-    vm.wait_event("take-over", |event| event["kind"] == "keeper_took_over")?;
+    vm.wait_event_json("take-over", |event| event["kind"] == "keeper_took_over")?;
     assert_eq!(vm.sh(read)?, written);
     assert_eq!(vm.stop()?.code(), Some(0));
     tool("qemu-img", &["check", "-q", overlay.to_str().expect("ours")]);
@@ -215,7 +215,7 @@ fn image_grows_under_a_running_guest() -> Result<()> {
     fs::File::open(&images[1]).and_then(|file| file.read_exact_at(&mut tail, (48 << 20) - 4096)).expect("the image");
     assert_eq!(tail, [b'y'; 4096]);
     assert_eq!(count(&vm, 1, "bytes")?, 48 << 20);
-    vm.wait_event("resize", |event| event["kind"] == "disk_resized" && event["disk"] == "data")?;
+    vm.wait_event_json("resize", |event| event["kind"] == "disk_resized" && event["disk"] == "data")?;
     // The other disk is unchanged, and the next incarnation sees the same sizes.
     assert_eq!(vm.sh("blockdev --getsize64 /dev/vda")?.trim(), (16 << 20).to_string());
     vm.reset()?;

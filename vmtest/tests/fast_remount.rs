@@ -91,7 +91,7 @@ fn every_volume_comes_back_from_memory() -> Result<()> {
     let third = ready(&vm)?;
     assert!(third["hit_pct"].as_f64() >= Some(99.0), "{second} {third}");
     compare_volumes(&vm, &third)?;
-    let memory = &vm.status()?["memory"];
+    let memory = &vm.status_json()?["memory"];
     assert!(number(memory, "/boot_set_bytes") > 0 && number(memory, "/boot_set_bytes") <= 32 << 20, "{memory}");
     assert!(number(memory, "/peak_bytes") <= number(memory, "/budget_bytes"), "{memory}");
 
@@ -164,7 +164,7 @@ fn boot_set_survives_unless_the_image_changed() -> Result<()> {
     vm.sh("umount /v/*")?;
     let again = ready(&vm)?;
     assert!(held > 0 && number(&again, "/disks/0/hits") >= held / 2, "{held} blocks were held: {again}");
-    assert!(dropped(&vm).is_none(), "{:#?}", vm.events());
+    assert!(dropped(&vm).is_none(), "{:#?}", vm.events_json());
 
     // Another program writes to the unguarded image, into the gap between two partitions, which no file system reads.
     end_all(&vm)?;
@@ -194,10 +194,10 @@ fn smaller_limit_drops_only_what_does_not_fit() -> Result<()> {
         assert!(text.contains(old), "{text}");
         std::fs::write(&file, text.replace(old, new)).expect("our own file");
         vm.restart_keeper()?;
-        vm.wait_running()?;
+        vm.wait_running_json()?;
         plan(&vm)
     };
-    let reduced = || vm.events().into_iter().find(|event| event["kind"] == "boot_set_reduced");
+    let reduced = || vm.events_json().into_iter().find(|event| event["kind"] == "boot_set_reduced");
     volumes.mount(&vm)?;
     volumes.append(&vm, "one")?;
     vm.sh("umount /v/*")?;
@@ -219,7 +219,7 @@ fn smaller_limit_drops_only_what_does_not_fit() -> Result<()> {
     assert_eq!(volumes.read(&vm)?, volumes.expected(&["one"]));
     let second = ready(&vm)?;
     assert!(number(&second, "/disks/0/hits") >= kept / 2, "{smaller} {second}");
-    assert!(dropped(&vm).is_none(), "{:#?}", vm.events());
+    assert!(dropped(&vm).is_none(), "{:#?}", vm.events_json());
     volumes.unmount_and_check(&vm)
 }
 
@@ -238,14 +238,14 @@ fn open_port_ends_boot_stop_saves_boot_set() -> Result<()> {
     assert_eq!(plan(&vm)?["ready"], false, "nothing answers at the port");
     vm.sh("net-up")?;
     web::serve(&vm, "up")?;
-    vm.wait_event("readiness by port", |event| event["kind"] == "ready" && event["why"] == "its port answers")?;
+    vm.wait_event_json("readiness by port", |event| event["kind"] == "ready" && event["why"] == "its port answers")?;
     vm.sh("umount /v/*")?;
     let held = number(&plan(&vm)?, "/held_blocks");
     vm.stop()?;
-    assert!(file.is_file() && !vm.memory_folder().join("boot-set-pages").exists(), "{:#?}", vm.events());
+    assert!(file.is_file() && !vm.memory_folder().join("boot-set-pages").exists(), "{:#?}", vm.events_json());
     vm.restart_keeper()?;
     vm.wait_boots(2)?;
-    let loaded = vm.wait_event("the saved boot set is loaded", |event| event["kind"] == "boot_set_loaded")?;
+    let loaded = vm.wait_event_json("the saved boot set is loaded", |event| event["kind"] == "boot_set_loaded")?;
     assert!(held > 0 && loaded["blocks"].as_u64() >= Some(held), "{held} blocks were held: {loaded}");
     volumes.mount(&vm)?;
     assert_eq!(volumes.read(&vm)?, volumes.expected(&["one"]));
@@ -275,7 +275,7 @@ touch /run/asked"#;
     vm.rejuvenate()?;
     vm.sh_within(&format!(": >/run/asked; {twice}"), patience(60))?;
     vm.sh("touch /run/web.service")?;
-    vm.wait_event("readiness by unit", |event| event["kind"] == "ready" && event["why"] == "its unit is active")?;
+    vm.wait_event_json("readiness by unit", |event| event["kind"] == "ready" && event["why"] == "its unit is active")?;
     assert!(number(&plan(&vm)?, "/blocks") > 0, "{}", plan(&vm)?);
 
     // An agent that refuses to run programs is reported once, and the boot lasts until it is ended another way.
@@ -284,10 +284,10 @@ touch /run/asked"#;
     begin(&format!("{START_AGENT} -b guest-exec"))?;
     let refusal = "cannot find out whether the guest is ready: the guest agent refuses (guest-exec)";
     let is_told = |event: &Value| event["message"].as_str().is_some_and(|message| message.starts_with(refusal));
-    vm.wait_event("the agent refuses", is_told)?;
+    vm.wait_event_json("the agent refuses", is_told)?;
     assert_eq!(plan(&vm)?["ready"], false);
     ready(&vm)?;
-    assert_eq!(vm.events().iter().filter(|event| is_told(event)).count(), 1, "{:#?}", vm.events());
+    assert_eq!(vm.events_json().iter().filter(|event| is_told(event)).count(), 1, "{:#?}", vm.events_json());
     Ok(())
 }
 
@@ -333,6 +333,6 @@ fn is_over(pid: Pid) -> bool {
 
 /// The reason in the event that reports a dropped disk.
 fn dropped(vm: &TestVm) -> Option<String> {
-    let event = vm.events().into_iter().find(|event| event["kind"] == "disk_forgotten")?;
+    let event = vm.events_json().into_iter().find(|event| event["kind"] == "disk_forgotten")?;
     Some(event["why"].as_str().unwrap_or_default().to_owned())
 }

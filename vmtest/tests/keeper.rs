@@ -9,8 +9,11 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
+use hearth_api::{EndCause, EventKind, MachineState, MachineStatus};
 use hearth_vmtest::images::File;
-use hearth_vmtest::{Disk, Drives, Random, Result, TestVm, artifacts, known, patience, processes, write_program};
+use hearth_vmtest::{
+    Disk, Drives, Random, Result, TestVm, artifacts, event, known, patience, processes, write_program,
+};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
@@ -43,32 +46,27 @@ const FIO: &str = "fio --name=load --rw=randwrite --bsrange=4k-16k --ioengine=io
     --verify=crc32c --verify_backlog=64 --verify_fatal=1";
 
 /// Polls `hearth status` until `look` accepts it.
-fn wait_status(vm: &TestVm, what: &str, look: impl Fn(&Value) -> bool) -> Result<Value> {
+fn wait_status(vm: &TestVm, what: &str, look: impl Fn(&MachineStatus) -> bool) -> Result<MachineStatus> {
     let deadline = Instant::now() + patience(20);
     loop {
         let status = vm.status()?;
         if look(&status) {
             return Ok(status);
         }
-        assert!(Instant::now() < deadline, "status never showed {what}: {status}");
+        assert!(Instant::now() < deadline, "status never showed {what}: {status:?}");
     }
 }
 
 fn last_sequence(vm: &TestVm) -> u64 {
-    vm.events().last().and_then(|event| event["sequence"].as_u64()).unwrap_or(0)
+    vm.events().last().map_or(0, |event| event.sequence)
 }
 
 /// Runs `hearth run` again, and waits until the new keeper has taken over the living QEMU.
 fn take_over(vm: &TestVm) -> Result<()> {
     let before = last_sequence(vm);
     vm.restart_keeper()?;
-    vm.wait_event("take-over", |event| {
-        event["kind"] == "keeper_took_over" && event["sequence"].as_u64() > Some(before)
-    })?;
-    wait_status(vm, "the disks connected again", |status| {
-        status["disks"].as_array().is_some_and(|disks| disks.iter().all(|disk| disk["connected"] == true))
-    })
-    .map(drop)
+    vm.wait_event("take-over", event!(|event| KeeperTookOver if event.sequence > before))?;
+    wait_status(vm, "the disks connected again", |status| status.disks.iter().all(|disk| disk.connected)).map(drop)
 }
 
 fn signal(vm: &TestVm) {
@@ -95,21 +93,20 @@ fn guest_under_load_survives_killed_keepers() -> Result<()> {
     start_fio(&vm, "/dev/vda", "--size=32m --loops=3")?;
     for round in 1..=KILLS {
         let writes = random.below(WRITES_BEFORE_KILL_MAX as usize) as u64 + 1;
-        wait_status(&vm, &format!("{writes} writes in round {round}"), |status| {
-            status["disks"][0]["writes"].as_u64() >= Some(writes)
-        })?;
+        wait_status(&vm, &format!("{writes} writes in round {round}"), |status| status.disks[0].writes >= writes)?;
         vm.kill_keeper()?;
         take_over(&vm)?;
     }
     known::fio_goes_on(&vm)?;
     known::fio_ends_well(&vm)?;
     let status = vm.status()?;
-    assert_eq!((&status["incarnation"], vm.qemu_pid()?), (&Value::from(1), qemu));
+    assert_eq!((status.incarnation, vm.qemu_pid()?), (1, qemu));
     assert_eq!(vm.nonce()?, nonce, "it is the same guest");
     let complaints: Vec<_> = vm.guest().kernel_log().into_iter().filter(|line| line.contains("error")).collect();
     assert!(complaints.is_empty(), "{complaints:?}");
     vm.has_no_disk_errors()?;
-    let beginnings = vm.events().iter().filter(|event| event["kind"] == "incarnation_started").count();
+    let beginnings =
+        vm.events().iter().filter(|event| matches!(event.event, EventKind::IncarnationStarted { .. })).count();
     assert_eq!(beginnings, 1, "a take-over starts no incarnation");
     // This keeper's ledger includes what earlier keepers recorded.
     vm.sh("umount /d; sync")?;
@@ -117,7 +114,7 @@ fn guest_under_load_survives_killed_keepers() -> Result<()> {
     vm.wait_incarnation(2)?;
     vm.sh("mkdir -p /d && mount /dev/vdb /d && probe verify /d/kept.bin 7")?;
     let status = vm.status()?;
-    assert!(status["ember"]["pages_served"].as_u64() >= Some(2560), "of 5120 pages: {}", status["ember"]);
+    assert!(status.ember.pages_served >= 2560, "of 5120 pages: {:?}", status.ember);
     Ok(())
 }
 
@@ -157,9 +154,7 @@ fn boot_survives_a_keeper_killed_anytime() -> Result<()> {
     let vm = TestVm::busybox("boots").disk(Disk::empty(16)).boot()?;
     for incarnation in 2..2 + rounds {
         vm.reset()?;
-        vm.wait_event("the next boot", |event| {
-            event["kind"] == "incarnation_started" && event["incarnation"] == incarnation
-        })?;
+        vm.wait_event("the next boot", event!(|event| IncarnationStarted if event.incarnation == incarnation))?;
         let moments_ms = if incarnation % 2 == 0 { BOOT_MS } else { START_MS };
         std::thread::sleep(Duration::from_millis(random.below(moments_ms as usize) as u64 + 1));
         vm.kill_keeper()?;
@@ -167,7 +162,7 @@ fn boot_survives_a_keeper_killed_anytime() -> Result<()> {
         vm.wait_incarnation(incarnation.into())?;
         vm.sh("dd if=/dev/vda of=/dev/null bs=1M count=1 iflag=direct")?;
     }
-    assert_eq!(vm.status()?["incarnation"], 1 + rounds);
+    assert_eq!(vm.status()?.incarnation, 1 + rounds);
     Ok(())
 }
 
@@ -212,14 +207,14 @@ fn disk_survives_server_death_during_first_messages() -> Result<()> {
     let vm = TestVm::busybox_with_fio("greeting").disk(Disk::empty(16)).disk(Disk::empty(48)).boot()?;
     let nonce = vm.nonce()?;
     start_fio(&vm, "/dev/vdb", "--size=8m --loops=2")?;
-    wait_status(&vm, "the load", |status| status["disks"][1]["writes"].as_u64() >= Some(100))?;
+    wait_status(&vm, "the load", |status| status.disks[1].writes >= 100)?;
     lose_keeper_at_first_message(&vm, "disk1")?;
     vm.restart_keeper()?;
     vm.wait_event("another QEMU", |event| {
-        ["rejuvenated", "incarnation_ended"].iter().any(|kind| event["kind"] == *kind)
+        matches!(event.event, EventKind::Rejuvenated { .. } | EventKind::IncarnationEnded { .. }).then_some(())
     })?;
     known::fio_ends_well(&vm)?;
-    assert_eq!((&vm.status()?["incarnation"], vm.nonce()?), (&Value::from(1), nonce), "it is the same guest");
+    assert_eq!((vm.status()?.incarnation, vm.nonce()?), (1, nonce), "it is the same guest");
     vm.has_no_disk_errors()?;
     vm.rejuvenate()
 }
@@ -233,7 +228,7 @@ fn unusable_disk_is_named_if_qemu_must_stay() -> Result<()> {
     let (nonce, qemu) = (vm.nonce()?, vm.qemu_pid()?);
     lose_keeper_at_first_message(&vm, "disk0")?;
     vm.restart_keeper()?;
-    let message = vm.wait_event("the silent disk", |event| event["kind"] == "error")?["message"].to_string();
+    let message = vm.wait_event("the silent disk", event!(Error { message } => message))?;
     assert!(message.contains("QEMU does not use disk disk0") && message.contains("nvram log"), "{message}");
     assert!(message.contains("`hearth reboot named --force`"), "{message}");
     assert_eq!((vm.nonce()?, vm.qemu_pid()?), (nonce, qemu), "it is the same guest");
@@ -249,18 +244,18 @@ fn paused_guest_is_taken_over_and_reboots_warm() -> Result<()> {
     let vm = TestVm::busybox("paused").setting("on_panic", "pause").disk(disk).boot()?;
     vm.sh("mkdir -p /d && mount /dev/vda /d && probe verify /d/kept.bin 3")?;
     vm.panic()?;
-    vm.wait_event("pause", |event| event["kind"] == "state_changed" && event["to"] == "paused")?;
-    let why = vm.status()?["state_why"].to_string();
+    vm.wait_event("pause", event!(StateChanged { to: MachineState::Paused, .. }))?;
+    let why = vm.status()?.state_why.expect("it is paused");
     assert!(why.contains("panicked") && why.contains("hearth reboot"), "{why}");
     vm.kill_keeper()?;
     take_over(&vm)?;
-    wait_status(&vm, "paused again", |status| status["state"] == "paused")?;
+    wait_status(&vm, "paused again", |status| status.state == MachineState::Paused)?;
     vm.reboot()?;
     vm.wait_incarnation(2)?;
     vm.sh("mkdir -p /d && mount /dev/vda /d && probe verify /d/kept.bin 3")?;
     let status = vm.status()?;
-    assert_eq!(status["cause_of_last_end"], "panic", "{status}");
-    assert!(status["ember"]["pages_served"].as_u64() >= Some(1800), "of 2048 pages: {}", status["ember"]);
+    assert_eq!(status.cause_of_last_end, Some(EndCause::Panic), "{status:?}");
+    assert!(status.ember.pages_served >= 1800, "of 2048 pages: {:?}", status.ember);
     Ok(())
 }
 
@@ -282,7 +277,7 @@ fn unprivileged_qemu_reconnects_to_next_keeper() -> Result<()> {
     let nonce = vm.nonce()?;
     vm.kill_keeper()?;
     vm.restart_keeper_with(&[("AWS_SECRET_ACCESS_KEY", "hush-hush")])?;
-    vm.wait_event("take-over", |event| event["kind"] == "keeper_took_over")?;
+    vm.wait_event("take-over", event!(KeeperTookOver))?;
     vm.sh("dd if=/dev/zero of=/dev/vda bs=1M count=4 conv=fsync")?;
     assert_eq!(vm.nonce()?, nonce);
     let mode = |path: &Path| std::fs::metadata(path).expect("it is there").permissions().mode() & 0o777;
@@ -360,8 +355,8 @@ fn second_keeper_is_refused_and_sigterm_stops() -> Result<()> {
     assert!(memory_files(&vm).iter().any(|file| file == "ram-1"), "{:?}", memory_files(&vm));
     signal(&vm);
     assert_eq!(vm.wait_keeper_end()?.code(), Some(0));
-    let cause = |event: &Value| event["kind"] == "incarnation_ended" && event["cause"] == "operator_stop";
-    assert!(vm.events().iter().any(cause), "{:#?}", vm.events());
+    let causes = || vm.events().iter().filter_map(event!(IncarnationEnded { cause } => cause)).collect::<Vec<_>>();
+    assert_eq!(causes(), [EndCause::OperatorStop], "{:#?}", vm.events());
     assert_eq!(memory_files(&vm), [] as [&str; 0]);
     // The machine's events survive its end.
     let events = vm.cli(&["events", "told"])?;
@@ -374,8 +369,7 @@ fn second_keeper_is_refused_and_sigterm_stops() -> Result<()> {
     vm.guest().start("poweroff -f")?;
     assert_eq!(vm.wait_keeper_end()?.code(), Some(0));
     assert_eq!(memory_files(&vm), [] as [&str; 0]);
-    let causes: Vec<_> = vm.events().iter().filter_map(|event| event["cause"].as_str().map(str::to_owned)).collect();
-    assert_eq!(causes, ["operator_stop", "guest_shutdown"]);
+    assert_eq!(causes(), [EndCause::OperatorStop, EndCause::GuestShutdown]);
     Ok(())
 }
 
@@ -385,7 +379,7 @@ fn second_signal_or_force_skips_the_guest() -> Result<()> {
     let vm = TestVm::busybox("deaf").boot()?;
     vm.sh("killall acpid")?;
     signal(&vm);
-    vm.wait_event("stopping", |event| event["kind"] == "state_changed" && event["to"] == "stopping")?;
+    vm.wait_event("stopping", event!(StateChanged { to: MachineState::Stopping, .. }))?;
     // A guest that ignores the button continues until its time limit.
     vm.sh("true")?;
     signal(&vm);
@@ -394,9 +388,7 @@ fn second_signal_or_force_skips_the_guest() -> Result<()> {
 
     let before = last_sequence(&vm);
     vm.restart_keeper()?;
-    vm.wait_event("the next start", |event| {
-        event["kind"] == "incarnation_started" && event["sequence"].as_u64() > Some(before)
-    })?;
+    vm.wait_event("the next start", event!(|event| IncarnationStarted if event.sequence > before))?;
     assert_eq!(vm.stop_at_once()?.code(), Some(0));
     assert_eq!(memory_files(&vm), [] as [&str; 0]);
     Ok(())
@@ -476,20 +468,17 @@ fn keeper_killed_between_qemus_causes_cold_start() -> Result<()> {
     std::fs::remove_file(&program).expect("a file of our own");
     std::os::unix::fs::symlink(real_qemu(), &program).expect("a link of our own");
     vm.restart_keeper()?;
-    let started = vm.wait_event("a cold start", |event| {
-        event["kind"] == "incarnation_started" && event["incarnation"].as_u64() >= Some(2)
-    })?;
-    assert_eq!(started["warm"], false, "{started}");
+    let warm = event!(|event| IncarnationStarted { warm, .. } if event.incarnation >= 2 => warm);
+    assert!(!vm.wait_event("a cold start", warm)?);
     assert!(is_over(stray), "the keeper ends the stray process");
-    let said =
-        |event: &Value| event["message"].as_str().is_some_and(|text| text.contains("no keeper guarded the disks"));
-    assert!(vm.events().iter().any(said), "{:#?}", vm.events());
+    let said = event!(Error { message } if message.contains("no keeper guarded the disks"));
+    assert!(vm.events().iter().any(|event| said(event).is_some()), "{:#?}", vm.events());
     vm.wait_boots(2)?;
     vm.sh("mkdir -p /d && mount /dev/vda /d && probe verify /d/kept.bin 3")?;
-    assert_eq!(vm.status()?["ember"]["pages_kept"], 0);
+    assert_eq!(vm.status()?.ember.pages_kept, 0);
 
     // A stray QEMU already holds the machine's port; the keeper must recognise it as its own.
-    let status = vm.status()?;
+    let before_kill = vm.qemu_pid()?;
     vm.kill_keeper()?;
     let journal = vm.folder().join("run/between/journal.json");
     let mut text: Value = serde_json::from_slice(&std::fs::read(&journal).expect("the journal")).expect("JSON");
@@ -499,10 +488,8 @@ fn keeper_killed_between_qemus_causes_cold_start() -> Result<()> {
     file.write_all(text.to_string().as_bytes()).expect("the journal");
     let before = last_sequence(&vm);
     vm.restart_keeper()?;
-    vm.wait_event("another cold start", |event| {
-        event["kind"] == "incarnation_started" && event["sequence"].as_u64() > Some(before)
-    })?;
-    assert_ne!(vm.status()?["qemu"]["pid"], status["qemu"]["pid"]);
+    vm.wait_event("another cold start", event!(|event| IncarnationStarted if event.sequence > before))?;
+    assert_ne!(vm.qemu_pid()?, before_kill);
     vm.wait_boots(3)?;
     vm.sh("mkdir -p /d && mount /dev/vda /d && probe verify /d/kept.bin 3").map(drop)
 }
@@ -526,7 +513,7 @@ fn guest_that_ended_without_keeper_starts_cold() -> Result<()> {
     vm.wait_incarnation(2)?;
     vm.sh("mkdir -p /d && mount /dev/vda /d && probe verify /d/kept.bin 3")?;
     let status = vm.status()?;
-    assert_eq!(status["ember"]["pages_kept"], 0, "{status}");
-    assert!(status["disks"][0]["read_image_bytes"].as_u64() >= Some(8 << 20), "{status}");
+    assert_eq!(status.ember.pages_kept, 0, "{status:?}");
+    assert!(status.disks[0].read_image_bytes >= (8 << 20), "{status:?}");
     Ok(())
 }

@@ -77,7 +77,7 @@ fn first_word(page: &[u8]) -> u64 {
 fn comes_whole(clone: &TestVm, verifying: u64, nonce: &str) -> Result<()> {
     let verified = clone.wait_console("the pattern is verified", patience(60), |heard| heard.take_answer(verifying))?;
     assert_eq!(verified.status, 0, "{:?}", String::from_utf8_lossy(&verified.output));
-    clone.wait_event("all memory is there", |event| event["kind"] == "restore_complete")?;
+    clone.wait_event_json("all memory is there", |event| event["kind"] == "restore_complete")?;
     assert_eq!(clone.nonce()?, nonce);
     Ok(())
 }

@@ -85,7 +85,7 @@ impl<'a> Machine<'a> {
             guest::make_boot_copy(&self.vm, self.bench.shape).map_err(|error| self.error(error))?;
         }
         let mut life = None;
-        let responsiveness = Responsiveness::watch(self.vm.api_socket());
+        let responsiveness = Responsiveness::watch(self.vm.api());
         for _ in 0..crashes {
             life = Some(self.crash(&watch, record)?);
         }
@@ -143,7 +143,7 @@ impl<'a> Machine<'a> {
         let side = format!("{}@{}", self.case.side(), self.profile.name());
         let share = |bytes: f64| bytes / self.bench.shape.ram_bytes() * 100.0;
         record.add(&side, "budget_peak_pct", "%", share(peak_bytes as f64));
-        let status = self.vm.status().map_err(|error| self.error(error))?;
+        let status = self.vm.status_json().map_err(|error| self.error(error))?;
         if let Some(peak) = number(&status["memory"], "peak_bytes") {
             record.add(&side, "keeper_peak_pct", "%", share(peak));
         }
@@ -153,7 +153,7 @@ impl<'a> Machine<'a> {
     fn wait_event(&self, kind: &str, incarnation: u64) -> Result<Value, CrashError> {
         let what = format!("{kind} of incarnation {incarnation}");
         let look = |event: &Value| event["kind"] == kind && event["incarnation"] == incarnation;
-        self.vm.wait_event(&what, look).map_err(|error| self.error(error))
+        self.vm.wait_event_json(&what, look).map_err(|error| self.error(error))
     }
 
     /// Waits for the end of the newest dump. A dump that cannot be completed is an error.
@@ -162,7 +162,7 @@ impl<'a> Machine<'a> {
         let sequence = |event: &Value| event["sequence"].as_u64().unwrap_or(0);
         let seen = self.last_dump;
         let look = |event: &Value| ENDS.iter().any(|kind| event["kind"] == *kind) && sequence(event) > seen;
-        let waited = self.vm.wait_event_within("the end of the dump", patience(60), look);
+        let waited = self.vm.wait_event_within_json("the end of the dump", patience(60), look);
         let end = waited.map_err(|error| self.error(error))?;
         self.last_dump = sequence(&end);
         if end["kind"] == "dump_complete" {
@@ -172,7 +172,7 @@ impl<'a> Machine<'a> {
     }
 
     fn guest_wait_ms(&self) -> Result<Option<f64>, CrashError> {
-        let status = self.vm.status().map_err(|error| self.error(error))?;
+        let status = self.vm.status_json().map_err(|error| self.error(error))?;
         Ok(number(&status["memory"]["admission"], "guest_wait_ms"))
     }
 

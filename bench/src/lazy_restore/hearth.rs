@@ -76,7 +76,7 @@ pub fn measure_pause(bench: &Bench<'_>, record: &mut Record) -> Result<(), Resto
     vm.sh(&format!("dd if=/dev/urandom of=/dev/vda bs=1M count={} conv=fsync 2>&1", bench.shape.pause_disk_mib / 4))
         .map_err(machine)?;
     guest::start_writer(&vm).map_err(machine)?;
-    let responsiveness = Responsiveness::watch(vm.api_socket());
+    let responsiveness = Responsiveness::watch(vm.api());
     for round in 0..bench.shape.pause_rounds {
         let folder = bench.rig.folder().join(format!("pause-{round}"));
         let (began, before) = (Instant::now(), guest::written_mib(&vm).map_err(machine)?);
@@ -85,7 +85,7 @@ pub fn measure_pause(bench: &Bench<'_>, record: &mut Record) -> Result<(), Resto
         record.add("save", "written_mib_s", "MiB/s", written / began.elapsed().as_secs_f64());
         let path = folder.display().to_string();
         let this = |event: &Value| event["kind"] == "saved" && event["folder"] == path.as_str();
-        let saved = vm.wait_event("the save's end", this).map_err(machine)?;
+        let saved = vm.wait_event_json("the save's end", this).map_err(machine)?;
         record.add("save", "pause_ms", "ms", figure(&saved, "pause_ms")?);
         record.add("save", "live_s", "s", figure(&saved, "duration_ms")? / 1e3);
         record.add("save", "rounds", "", figure(&saved, "rounds")?);
@@ -167,7 +167,7 @@ impl<'a> Saved<'a> {
         self.vm.save_with(&folder, &["--dedup-disk"]).map_err(machine)?;
         let path = folder.display().to_string();
         let this = |event: &Value| event["kind"] == "saved" && event["folder"] == path.as_str();
-        let saved = self.vm.wait_event("the save's end", this).map_err(machine)?;
+        let saved = self.vm.wait_event_json("the save's end", this).map_err(machine)?;
         record.add("save", "snapshot_mib_dedup", "MiB", figure(&saved, "bytes")? / MIB);
         record.add("save", "pages_on_disks", "", figure(&saved, "pages_on_disks")?);
         fs::remove_dir_all(&folder).map_err(|source| RestoreError::File { path: folder, source })
@@ -181,10 +181,11 @@ impl<'a> Saved<'a> {
         self.vm.save_with(&self.snapshot, &["--stop", "--scan", &plan]).map_err(machine)?;
         self.vm.wait_keeper_end().map_err(machine)?;
         drop(load);
-        let scanned = self.vm.wait_event("the scan's end", |event| event["kind"] == "save_scanned").map_err(machine)?;
+        let scanned =
+            self.vm.wait_event_json("the scan's end", |event| event["kind"] == "save_scanned").map_err(machine)?;
         let folder = self.snapshot.display().to_string();
         let this = |event: &Value| event["kind"] == "saved" && event["folder"] == folder.as_str();
-        let saved = self.vm.wait_event("the save's end", this).map_err(machine)?;
+        let saved = self.vm.wait_event_json("the save's end", this).map_err(machine)?;
         let scan_ms = figure(&scanned, "duration_ms")?;
         record.add("scan", "scan_s", "s", scan_ms / 1e3);
         record.add("save", "save_s", "s", (figure(&saved, "duration_ms")? - scan_ms) / 1e3);
@@ -384,11 +385,11 @@ impl<'a> Saved<'a> {
         let first_answer_s =
             load.wait_back(patience(20)).map_err(|source| RestoreError::Load { side: side.name, source })?;
         let running = |event: &Value| event["kind"] == "restored";
-        let running = clone.wait_event("a running guest", running).map_err(machine)?;
+        let running = clone.wait_event_json("a running guest", running).map_err(machine)?;
         let running_ms = figure(&running, "duration_ms")?;
         record.add(case, "running_ms", "ms", running_ms);
         await_answers(load, COUNTED_REQUESTS, side.name)?;
-        let status = clone.status().map_err(machine)?;
+        let status = clone.status_json().map_err(machine)?;
         record.add(case, "faults", "", figure(&status["restore"], "pages_lazy")?);
         record.add(case, "fault_wait_ms", "ms", figure(&status["restore"], "fault_us_total")? / 1e3);
         for metric in ["fault_us_p50", "fault_us_p99"] {
@@ -397,13 +398,13 @@ impl<'a> Saved<'a> {
             }
         }
         let over = await_complete(clone)?;
-        let status = clone.status().map_err(machine)?;
+        let status = clone.status_json().map_err(machine)?;
         record.add(case, "loop_stall_ms_max", "ms", figure(&status["keeper"], "loop_stall_ms_max")?);
         record.add(case, "complete_s", "s", figure(&over, "duration_ms")? / 1e3);
         record.add(case, "pages_prefetched", "", figure(&over, "pages_prefetched")?);
         if measured.place == STORE {
             let complete = |event: &Value| event["kind"] == "disk_complete";
-            let over = clone.wait_event_within("a complete disk", patience(60), complete).map_err(machine)?;
+            let over = clone.wait_event_within_json("a complete disk", patience(60), complete).map_err(machine)?;
             record.add(case, "disks_complete_s", "s", figure(&over, "duration_ms")? / 1e3);
         }
         Ok(Restored { running_s: running_ms / 1e3, first_answer_s })
@@ -413,12 +414,12 @@ impl<'a> Saved<'a> {
 /// Waits for the event that all memory has arrived.
 pub fn await_complete(clone: &TestVm) -> Result<Value, RestoreError> {
     let complete = |event: &Value| event["kind"] == "restore_complete";
-    clone.wait_event_within("all memory is there", patience(60), complete).map_err(machine)
+    clone.wait_event_within_json("all memory is there", patience(60), complete).map_err(machine)
 }
 
 fn await_traced(traced: &TestVm) -> Result<(), RestoreError> {
     let noted = |event: &Value| event["kind"] == "working_set_traced";
-    traced.wait_event_within("a noted working set", patience(60), noted).map_err(machine).map(drop)
+    traced.wait_event_within_json("a noted working set", patience(60), noted).map_err(machine).map(drop)
 }
 
 fn words(options: &[String]) -> Vec<&str> {

@@ -29,7 +29,7 @@ pub fn measure(bench: &Bench<'_>, record: &mut Record) -> Result<(), RestoreErro
         let reads = |count: u32| clone.run_within(&format!("probe randread /tmp/touched {count}"), patience(5));
         reads(1).map_err(machine)?;
         let missing = reads(bench.shape.touch_reads).map_err(machine)?;
-        let faults = figure(&clone.status().map_err(machine)?["restore"], "pages_lazy")?;
+        let faults = figure(&clone.status_json().map_err(machine)?["restore"], "pages_lazy")?;
         await_complete(&clone)?;
         let there = reads(bench.shape.touch_reads).map_err(machine)?;
         for (name, output) in [("missing", &missing), ("there", &there)] {

@@ -46,7 +46,7 @@ fn drilled(accelerator: &str) -> hearth_vmtest::Result<Reloaded> {
     reload(&["prepare", "--drill"])?;
     vm.wait_keeper_end()?;
     reload(&["resume"])?;
-    let status = vm.wait_running()?;
+    let status = vm.wait_running_json()?;
     let machine = Reloaded {
         name: vm.name().to_owned(),
         resumed: vm.nonce()? == nonce && known::counts_beyond(&vm, counted).is_ok(),

@@ -66,7 +66,7 @@ fn measure(
         std::thread::sleep(AFTERMATH + (ended - began));
         let quiet = talk.longest(ended + AFTERMATH, Instant::now());
         record.add(&case(kind), "tcp_gap_without_ms", "ms", quiet.as_secs_f64() * 1e3);
-        let status = vm.status()?;
+        let status = vm.status_json()?;
         record.add(&case(kind), "pause_ms", "ms", status["last_rejuvenation"]["pause_ms"].as_f64().unwrap_or(f64::NAN));
     }
     record.add(&case(kind), "tcp_lost", "", talk.lost().len() as f64);

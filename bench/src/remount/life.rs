@@ -220,7 +220,7 @@ impl<'b, 'a> Life<'b, 'a> {
 
     fn status_number(&self, pointer: &'static str) -> std::result::Result<u64, RemountError> {
         let Vm::Hearth(vm) = &self.vm else { return Ok(0) };
-        let status = vm.status().map_err(|error| self.failed(error))?;
+        let status = vm.status_json().map_err(|error| self.failed(error))?;
         let number = status.pointer(pointer).and_then(Value::as_u64);
         let (side, said) = (self.side.name(), status.to_string());
         number.ok_or(RemountError::NoFigure { side, figure: pointer, said })

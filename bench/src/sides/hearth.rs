@@ -57,7 +57,7 @@ impl HearthMachine {
     }
 
     pub fn machine_status(&self) -> Result<MachineStatus> {
-        parse(self.vm.status()?)
+        parse(self.vm.status_json()?)
     }
 }
 
@@ -94,7 +94,7 @@ impl Machine for HearthMachine {
         let ended = |event: &serde_json::Value| {
             event["kind"] == "incarnation_ended" && event["incarnation"] == u64::from(incarnation)
         };
-        self.vm.wait_event(&format!("end of incarnation {incarnation}"), ended).map(drop)
+        self.vm.wait_event_json(&format!("end of incarnation {incarnation}"), ended).map(drop)
     }
 
     fn ready(&self) -> Result<()> {

@@ -82,7 +82,7 @@ pub struct PendingChange {
 }
 
 /// When a change takes effect.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum PendingUntil {
     /// At the guest's next reboot or crash.

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, SystemTime};
 
-use serde_json::Value;
+use hearth_api::{EventRecord, milliseconds_of};
 
 use crate::error::{Error, Result};
 use crate::wait::Watched;
@@ -19,7 +19,7 @@ const REDIAL: Duration = Duration::from_millis(50);
 
 #[derive(Default)]
 struct Followed {
-    events: Vec<Value>,
+    events: Vec<EventRecord>,
     last_sequence: u64,
     child: Option<Child>,
     over: bool,
@@ -50,11 +50,11 @@ impl Follower {
         Ok(Self { followed, thread: Some(thread) })
     }
 
-    pub fn wait(&self, limit: Duration, look: impl Fn(&Value) -> bool) -> Option<Value> {
-        self.followed.wait(limit, |followed| followed.events.iter().find(|event| look(event)).cloned())
+    pub fn wait<T>(&self, limit: Duration, look: impl Fn(&EventRecord) -> Option<T>) -> Option<T> {
+        self.followed.wait(limit, |followed| followed.events.iter().find_map(&look))
     }
 
-    pub fn all(&self) -> Vec<Value> {
+    pub fn all(&self) -> Vec<EventRecord> {
         self.followed.lock().events.clone()
     }
 }
@@ -104,7 +104,7 @@ fn follow_once(followed: &Watched<Followed>, command: &mut Command) -> bool {
         output
     });
     for line in output.into_iter().flat_map(|output| BufReader::new(output).lines()).map_while(std::io::Result::ok) {
-        if let Ok(event) = serde_json::from_str::<Value>(&line) {
+        if let Ok(event) = serde_json::from_str(&line) {
             followed.change(|followed| followed.add(event));
         }
     }
@@ -118,59 +118,74 @@ fn follow_once(followed: &Watched<Followed>, command: &mut Command) -> bool {
 
 impl Followed {
     /// Adds an event once: a new connection repeats old events.
-    fn add(&mut self, event: Value) {
-        match event["sequence"].as_u64() {
-            Some(sequence) if sequence <= self.last_sequence => return,
-            Some(sequence) => self.last_sequence = sequence,
-            None => {}
+    fn add(&mut self, event: EventRecord) {
+        if event.sequence > self.last_sequence {
+            self.last_sequence = event.sequence;
+            self.events.push(event);
         }
-        self.events.push(event);
     }
 }
 
-/// The `time` of an event: `2026-03-01T12:00:00.123Z`.
-pub fn time_of(event: &Value) -> Option<SystemTime> {
-    let text = event["time"].as_str()?.strip_suffix('Z')?;
-    let (date, time) = text.split_once('T')?;
-    let [year, month, day] = numbers(date, '-')?;
-    let (time, fraction) = time.split_once('.').unwrap_or((time, "0"));
-    let [hour, minute, second] = numbers(time, ':')?;
-    // Days since 1970 in the proleptic Gregorian calendar. Years begin in March here, so that leap days come last.
-    let (shifted, index) = if month > 2 { (year, month - 3) } else { (year - 1, month + 9) };
-    let days = 365 * shifted + shifted / 4 - shifted / 100 + shifted / 400 + (153 * index + 2) / 5 + day - 1 - 719_468;
-    let seconds = u64::try_from(((days * 24 + hour) * 60 + minute) * 60 + second).ok()?;
-    let millis: u64 = format!("{fraction:0<3}").get(..3)?.parse().ok()?;
-    Some(SystemTime::UNIX_EPOCH + Duration::from_secs(seconds) + Duration::from_millis(millis))
+/// The time of an event.
+pub fn time_of(event: &EventRecord) -> Option<SystemTime> {
+    Some(SystemTime::UNIX_EPOCH + Duration::from_millis(milliseconds_of(&event.time)?))
 }
 
-fn numbers(text: &str, separator: char) -> Option<[i64; 3]> {
-    let parts = text.split(separator).map(|part| part.parse().ok()).collect::<Option<Vec<i64>>>()?;
-    parts.try_into().ok()
+/// Makes a closure that looks at an event. It returns the event if that is of this kind: `event!(DumpWaits)`. Or it returns a part of
+/// it: `event!(DumpWaits { why, .. } => why)`. Either may have a condition: `event!(DiskFull { disk, .. } if disk == "data")`. With a
+/// name for the event the condition can be about all of it: `event!(|event| DumpComplete if event.incarnation == 2)`.
+#[macro_export]
+macro_rules! event {
+    (|$event:ident| $kind:ident $(if $condition:expr)?) => {
+        $crate::event!(|$event| $kind { .. } $(if $condition)? => $event.clone())
+    };
+    (|$event:ident| $kind:ident { $($fields:tt)* } $(if $condition:expr)?) => {
+        $crate::event!(|$event| $kind { $($fields)* } $(if $condition)? => $event.clone())
+    };
+    (|$event:ident| $kind:ident { $($fields:tt)* } $(if $condition:expr)? => $part:expr) => {
+        |$event: &$crate::hearth_api::EventRecord| match $event.event.clone() {
+            $crate::hearth_api::EventKind::$kind { $($fields)* } $(if $condition)? => Some($part),
+            _ => None,
+        }
+    };
+    ($($kind:tt)+) => {
+        $crate::event!(|event| $($kind)+)
+    };
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use serde_json::json;
+    use hearth_api::EventKind;
 
-    #[test]
-    fn event_times_are_parsed() {
-        let check = |text: &str, millis: u64| {
-            let expect = SystemTime::UNIX_EPOCH + Duration::from_millis(millis);
-            assert_eq!(time_of(&json!({ "time": text })), Some(expect), "{text}");
-        };
-        check("1970-01-01T00:00:00.000Z", 0);
-        check("2000-02-29T23:59:59.5Z", 951_868_799_500);
-        check("2026-03-01T12:00:00.123Z", 1_772_366_400_123);
-        assert_eq!(time_of(&json!({ "time": "yesterday" })), None);
+    fn record(sequence: u64, event: EventKind) -> EventRecord {
+        EventRecord { sequence, time: "2026-03-01T12:00:00.123Z".into(), machine: "web".into(), incarnation: 2, event }
     }
 
     #[test]
     fn repeated_events_count_once() {
         let mut followed = Followed::default();
         for sequence in [1, 2, 1, 2, 3] {
-            followed.add(json!({ "sequence": sequence }));
+            followed.add(record(sequence, EventKind::GuestPanicked));
         }
         assert_eq!(followed.events.len(), 3);
+    }
+
+    #[test]
+    fn event_is_found_by_kind_and_condition() {
+        let gap = record(1, EventKind::Gap { missed: 7 });
+        assert_eq!(event!(Gap)(&gap), Some(gap.clone()));
+        assert_eq!(event!(GuestPanicked)(&gap), None);
+        assert_eq!(event!(Gap { missed } => missed)(&gap), Some(7));
+        assert_eq!(event!(Gap { missed } if missed > 7)(&gap), None);
+        assert_eq!(event!(|event| Gap if event.incarnation == 2)(&gap), Some(gap.clone()));
+        assert_eq!(event!(|event| Gap { missed } if event.incarnation == 1 => missed)(&gap), None);
+    }
+
+    #[test]
+    fn time_of_an_event_is_parsed() {
+        let expect = SystemTime::UNIX_EPOCH + Duration::from_millis(1_772_366_400_123);
+        assert_eq!(time_of(&record(1, EventKind::GuestPanicked)), Some(expect));
+        assert_eq!(time_of(&EventRecord { time: "yesterday".into(), ..record(1, EventKind::GuestPanicked) }), None);
     }
 }

@@ -4,7 +4,7 @@ use std::fs::{self, File, OpenOptions};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-use serde_json::Value;
+use hearth_api::EventRecord;
 use tempfile::TempDir;
 
 use crate::artifacts;
@@ -124,10 +124,10 @@ impl Files {
     }
 
     /// Prints the logs that help to understand a failure in CI.
-    pub fn print_logs(&self, name: &str, console: &str, events: &[Value]) {
+    pub fn print_logs(&self, name: &str, console: &str, events: &[EventRecord]) {
         eprintln!("--- {name}: console\n{console}");
         eprintln!("--- {name}: events");
-        events.iter().rev().take(LINES_SHOWN).rev().for_each(|event| eprintln!("{event}"));
+        events.iter().rev().take(LINES_SHOWN).rev().for_each(|event| eprintln!("{event:?}"));
         eprintln!("--- {name}: keeper\n{}", last_lines(&self.keeper_log()));
         let status = self.cli(&["--json", "status", name]).map_or_else(|error| error.to_string(), |said| said.text());
         eprintln!("--- {name}: status\n{status}");

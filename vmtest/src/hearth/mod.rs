@@ -1,21 +1,23 @@
 //! A machine under Hearth: a keeper process, driven through the command line and the console as an operator would.
 
+mod api;
 mod builder;
 mod events;
 mod files;
 mod parked;
 mod saved;
+mod untyped;
 
-use std::io::{self, Read, Write};
-use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use hearth_api::{Age, EventRecord, Explanation, MachineState, MachineStatus, QemuStatus, RemountPlan};
 use rustix::process::Pid;
-use serde_json::Value;
+use serde::de::DeserializeOwned;
 
+pub use api::Api;
 pub use builder::TestVmBuilder;
 use events::Follower;
 use files::Files;
@@ -25,24 +27,12 @@ use saved::SavedGuest;
 use crate::artifacts;
 use crate::console::Line;
 use crate::error::{Error, Result, at};
+use crate::event;
 use crate::guest::{Drives, Guest, LOOK_AFTER, Output};
 use crate::processes;
 use crate::slots::Slot;
 use crate::transcript::Ready;
 use crate::wait::patience;
-
-/// A keeper waits thirty seconds for its machine and then says so.
-const API_PATIENCE: Duration = Duration::from_secs(40);
-
-/// The body of the answer to `GET path` on a keeper's socket.
-pub fn get(socket: &Path, path: &str) -> io::Result<String> {
-    let mut stream = UnixStream::connect(socket)?;
-    stream.set_read_timeout(Some(API_PATIENCE))?;
-    stream.write_all(format!("GET {path} HTTP/1.0\r\n\r\n").as_bytes())?;
-    let mut answer = String::new();
-    stream.read_to_string(&mut answer)?;
-    Ok(answer.split_once("\r\n\r\n").map(|(_, body)| body.to_owned()).unwrap_or_default())
-}
 
 /// A machine with its keeper. Dropping it ends all of its processes.
 pub struct TestVm {
@@ -143,7 +133,7 @@ impl TestVm {
         vm.saved = Some(saved);
         vm.spawn_keeper(command)?;
         vm.wait_running()?;
-        vm.wait_event("all memory is there", |event| event["kind"] == "restore_complete")?;
+        vm.wait_event("all memory is there", event!(RestoreComplete))?;
         vm.await_greeting()?;
         Ok(vm)
     }
@@ -162,35 +152,41 @@ impl TestVm {
     // --- what an operator does
 
     /// `hearth status NAME --json`.
-    pub fn status(&self) -> Result<Value> {
+    pub fn status(&self) -> Result<MachineStatus> {
         self.cli_json(&["status", &self.name, "--json"])
+    }
+
+    /// The QEMU that `hearth status` shows.
+    pub fn qemu(&self) -> Result<QemuStatus> {
+        let status = self.status()?;
+        status.qemu.clone().ok_or_else(|| self.guest.fail(Error::NoQemu { status: Box::new(status) }))
     }
 
     /// Asserts that the guest's disk requests were all valid and succeeded.
     pub fn has_no_disk_errors(&self) -> Result<()> {
         let status = self.status()?;
-        let disks = status["disks"].as_array().filter(|disks| !disks.is_empty()).expect("it has disks");
-        for disk in disks {
-            assert_eq!((&disk["io_errors"], &disk["bad_requests"]), (&Value::from(0), &Value::from(0)), "{disk}");
+        assert!(!status.disks.is_empty(), "it has disks");
+        for disk in status.disks {
+            assert_eq!((disk.io_errors, disk.bad_requests), (0, 0), "{disk:?}");
         }
         Ok(())
     }
 
-    /// The socket of the keeper's API.
-    pub fn api_socket(&self) -> PathBuf {
-        self.files.api_socket(&self.name)
+    /// The keeper's API.
+    pub fn api(&self) -> Api {
+        Api::new(self.files.api_socket(&self.name))
     }
 
     /// A metric from `GET /metrics`. `None` if it has no value now.
     pub fn metric(&self, name: &str) -> Result<Option<f64>> {
-        let socket = self.api_socket();
-        let text = at("ask", &socket, get(&socket, "/metrics"))?;
+        let api = self.api();
+        let (_, text) = at("ask", api.socket(), api.ask("GET", "/metrics", ""))?;
         let value = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix('{')?.rsplit(' ').next());
         Ok(value.and_then(|value| value.parse().ok()))
     }
 
     /// `hearth explain NAME --json`.
-    pub fn explain(&self) -> Result<Value> {
+    pub fn explain(&self) -> Result<Explanation> {
         self.cli_json(&["explain", &self.name, "--json"])
     }
 
@@ -269,11 +265,16 @@ impl TestVm {
     }
 
     /// `hearth age NAME --json`.
-    pub fn age(&self) -> Result<Value> {
+    pub fn age(&self) -> Result<Age> {
         self.cli_json(&["age", &self.name, "--json"])
     }
 
-    fn cli_json(&self, arguments: &[&str]) -> Result<Value> {
+    /// `hearth remount-plan NAME --json`.
+    pub fn remount_plan(&self) -> Result<RemountPlan> {
+        self.cli_json(&["remount-plan", &self.name, "--json"])
+    }
+
+    fn cli_json<T: DeserializeOwned>(&self, arguments: &[&str]) -> Result<T> {
         let text = self.cli(arguments)?;
         let command = || format!("hearth {}", arguments.join(" "));
         serde_json::from_str(&text).map_err(|source| Error::NotJson { command: command(), text: text.clone(), source })
@@ -300,8 +301,7 @@ impl TestVm {
 
     /// Kills a keeper that another command started.
     pub fn kill_foreign_keeper(&self) -> Result<()> {
-        let status = self.status()?;
-        let pid = status["keeper"]["pid"].as_i64().and_then(|pid| Pid::from_raw(pid as i32));
+        let pid = Pid::from_raw(self.status()?.keeper.pid as i32);
         let pid = pid.ok_or_else(|| self.no_keeper("its end"))?;
         at("kill the keeper of", self.files.config(), processes::kill(pid))?;
         if processes::wait_end(pid, patience(20)) {
@@ -357,9 +357,7 @@ impl TestVm {
 
     /// QEMU's process ID from `hearth status`.
     pub fn qemu_pid(&self) -> Result<Pid> {
-        let status = self.status()?;
-        let pid = status["qemu"]["pid"].as_i64().and_then(|pid| Pid::from_raw(pid as i32));
-        pid.ok_or_else(|| self.guest.fail(Error::NoQemu { status }))
+        Ok(Pid::from_raw(self.qemu()?.pid as i32).expect("no process has number 0"))
     }
 
     pub fn keeper_pid(&self) -> Option<u32> {
@@ -370,9 +368,9 @@ impl TestVm {
 
     /// Waits until incarnation `number` runs and its guest is ready.
     pub fn wait_incarnation(&self, number: u64) -> Result<Ready> {
-        let started = self.wait_event(&format!("start of incarnation {number}"), |event| {
-            event["kind"] == "incarnation_started" && event["incarnation"] == number
-        })?;
+        let what = format!("start of incarnation {number}");
+        let started = event!(|event| IncarnationStarted if u64::from(event.incarnation) == number);
+        let started = self.wait_event(&what, started)?;
         let what = format!("readiness of incarnation {number}");
         // Only readiness after this incarnation's start counts: the test may not have waited for that of earlier ones.
         let since = events::time_of(&started);
@@ -381,10 +379,9 @@ impl TestVm {
     }
 
     /// Waits until `hearth status` shows a running machine with all disks connected, for a keeper that was just started.
-    pub fn wait_running(&self) -> Result<Value> {
-        let connected = |disk: &Value| disk["connected"] == true;
+    pub fn wait_running(&self) -> Result<MachineStatus> {
         self.wait_status("the machine runs", |status| {
-            status["state"] == "running" && status["disks"].as_array().is_some_and(|disks| disks.iter().all(connected))
+            status.state == MachineState::Running && status.disks.iter().all(|disk| disk.connected)
         })
     }
 
@@ -401,12 +398,13 @@ impl TestVm {
         self.sh("true").map(drop)
     }
 
-    /// Waits until `look` accepts the output of `hearth status`.
-    pub fn wait_status(&self, what: &str, look: impl Fn(&Value) -> bool) -> Result<Value> {
+    /// Waits until a keeper answers with a status that `look` accepts.
+    pub fn wait_status(&self, what: &str, look: impl Fn(&MachineStatus) -> bool) -> Result<MachineStatus> {
         let deadline = Instant::now() + patience(20);
         loop {
-            let status = self.status_or_null()?;
-            if look(&status) {
+            // The keeper is asked directly: starting the command takes many times the processor time, and other machines need
+            // it during a long wait.
+            if let Some(status) = self.api().status().filter(&look) {
                 return Ok(status);
             }
             self.check_alive(what)?;
@@ -417,29 +415,22 @@ impl TestVm {
         }
     }
 
-    /// The answer of `hearth status NAME --json`, or null for an error. A keeper is asked directly: starting the command takes many
-    /// times the processor time, and other machines need it during a long wait.
-    fn status_or_null(&self) -> Result<Value> {
-        let answer = get(&self.api_socket(), "/v1/status").unwrap_or_default();
-        if let Some(status) = serde_json::from_str::<Value>(&answer).ok().filter(|status| status["state"].is_string()) {
-            return Ok(status);
-        }
-        // Without a keeper the command looks for a parked guest.
-        let said = self.files.cli(&["status", &self.name, "--json"])?;
-        Ok(serde_json::from_slice(&said.bytes).unwrap_or_default())
-    }
-
-    /// Waits for an event, past or future, that `look` accepts.
-    pub fn wait_event(&self, what: &str, look: impl Fn(&Value) -> bool) -> Result<Value> {
+    /// Waits for an event, past or future, in which `look` finds what it looks for. See [`event!`](crate::event).
+    pub fn wait_event<T>(&self, what: &str, look: impl Fn(&EventRecord) -> Option<T>) -> Result<T> {
         self.wait_event_within(what, patience(20), look)
     }
 
-    pub fn wait_event_within(&self, what: &str, limit: Duration, look: impl Fn(&Value) -> bool) -> Result<Value> {
+    pub fn wait_event_within<T>(
+        &self,
+        what: &str,
+        limit: Duration,
+        look: impl Fn(&EventRecord) -> Option<T>,
+    ) -> Result<T> {
         let deadline = Instant::now() + limit;
         loop {
             let alive = self.check_alive(what);
-            if let Some(event) = self.events.wait(LOOK_AFTER, &look) {
-                return Ok(event);
+            if let Some(found) = self.events.wait(LOOK_AFTER, &look) {
+                return Ok(found);
             }
             alive?;
             if Instant::now() > deadline {
@@ -449,7 +440,7 @@ impl TestVm {
     }
 
     /// All events so far, in order.
-    pub fn events(&self) -> Vec<Value> {
+    pub fn events(&self) -> Vec<EventRecord> {
         self.events.all()
     }
 

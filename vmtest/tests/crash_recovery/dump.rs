@@ -2,10 +2,10 @@
 
 use std::path::{Path, PathBuf};
 
+use hearth_api::{DumpStatus, EventKind, EventRecord};
 use hearth_recovery::vmcore::VmcoreFile;
 use hearth_recovery::vmcore::linux::{Linux, log};
-use hearth_vmtest::{Result, TestVm, TestVmBuilder, patience};
-use serde_json::Value;
+use hearth_vmtest::{Result, TestVm, TestVmBuilder, event, patience};
 
 /// A machine that dumps its crashes. It is small, so that its dump is short.
 pub fn dumping(name: &str) -> TestVmBuilder {
@@ -18,23 +18,26 @@ pub fn slow(name: &str) -> TestVmBuilder {
 }
 
 /// Waits until the dump of an incarnation is complete, and returns the event.
-pub fn wait_complete(vm: &TestVm, incarnation: u64) -> Result<Value> {
-    wait_event(vm, "dump_complete", incarnation)
+pub fn wait_complete(vm: &TestVm, incarnation: u32) -> Result<EventRecord> {
+    wait_event(vm, event!(DumpComplete), incarnation)
 }
 
 /// Waits for an event that names the file of this incarnation's dump.
-pub fn wait_event(vm: &TestVm, kind: &str, incarnation: u64) -> Result<Value> {
+pub fn wait_event(
+    vm: &TestVm,
+    look: impl Fn(&EventRecord) -> Option<EventRecord>,
+    incarnation: u32,
+) -> Result<EventRecord> {
     let mark = format!("/{}-{incarnation}-", vm.name());
-    vm.wait_event_within(&format!("{kind} of incarnation {incarnation}"), patience(60), |event| {
-        event["kind"] == kind && event["file"].as_str().is_some_and(|file| file.contains(&mark))
+    vm.wait_event_within(&format!("an event of the dump of incarnation {incarnation}"), patience(60), |event| {
+        look(event).filter(|event| file_of(event).to_string_lossy().contains(&mark))
     })
 }
 
 /// The last dump of an incarnation in `hearth status`.
-pub fn status(vm: &TestVm, incarnation: u64) -> Result<Value> {
-    let status = vm.status()?;
-    let dumps = status["dumps"].as_array().into_iter().flatten();
-    Ok(dumps.rev().find(|dump| dump["incarnation"] == incarnation).cloned().unwrap_or_default())
+pub fn status(vm: &TestVm, incarnation: u32) -> Result<DumpStatus> {
+    let mut dumps = vm.status()?.dumps.into_iter().rev();
+    Ok(dumps.find(|dump| dump.incarnation == incarnation).expect("the incarnation is dumped"))
 }
 
 /// Files in the dump folder.
@@ -45,8 +48,16 @@ pub fn files(folder: &Path) -> Vec<PathBuf> {
     files
 }
 
-pub fn file_of(event: &Value) -> PathBuf {
-    event["file"].as_str().map(PathBuf::from).unwrap_or_default()
+pub fn file_of(event: &EventRecord) -> PathBuf {
+    use EventKind::{DumpComplete, DumpIncomplete, DumpProgress, DumpStarted, DumpWaits};
+    match &event.event {
+        DumpStarted { file, .. }
+        | DumpProgress { file, .. }
+        | DumpWaits { file, .. }
+        | DumpComplete { file, .. }
+        | DumpIncomplete { file, .. } => file.into(),
+        other => panic!("not about a dump: {other:?}"),
+    }
 }
 
 /// The guest's panic message, read from the dump file alone. `None` if the dump is incomplete.
@@ -63,7 +74,7 @@ pub fn last_words(file: &Path) -> Option<String> {
 /// Asserts that a finished dump holds no memory any more.
 pub fn assert_nothing_held(vm: &TestVm) -> Result<()> {
     let status = vm.status()?;
-    assert_eq!(status["memory"]["held_bytes"], 0, "{status}");
-    assert_eq!(status["memory"]["dump_buffer_bytes"], 0, "{status}");
+    assert_eq!(status.memory.held_bytes, 0, "{status:?}");
+    assert_eq!(status.memory.dump_buffer_bytes, 0, "{status:?}");
     Ok(())
 }

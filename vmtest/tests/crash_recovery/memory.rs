@@ -4,10 +4,10 @@
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::Instant;
 
+use hearth_api::AdmissionStatus;
 use hearth_vmtest::images::File;
 use hearth_vmtest::residency::Watch;
-use hearth_vmtest::{Disk, Drives, Result, TestVm, patience};
-use serde_json::Value;
+use hearth_vmtest::{Disk, Drives, Result, TestVm, event, patience};
 
 use crate::dump::{assert_nothing_held, dumping, wait_complete};
 use crate::small_folder;
@@ -20,8 +20,8 @@ const HEADROOM_PERCENT: u64 = 20;
 /// memory then, but not so much that the next guest could not boot.
 const FILL_MIB: u64 = 140;
 
-fn admission(vm: &TestVm) -> Result<Value> {
-    Ok(vm.status()?["memory"]["admission"].clone())
+fn admission(vm: &TestVm) -> Result<AdmissionStatus> {
+    Ok(vm.status()?.memory.admission.expect("QEMU handed its page faults over"))
 }
 
 /// Makes the guest fill and verify memory. Returns once it waits for memory; its command continues.
@@ -31,10 +31,10 @@ pub fn fill_until_it_waits(vm: &TestVm) -> Result<u64> {
     let deadline = Instant::now() + patience(20);
     loop {
         let admission = admission(vm)?;
-        if admission["waiting"].as_u64() > Some(0) {
+        if admission.waiting > 0 {
             return Ok(id);
         }
-        assert!(Instant::now() < deadline, "the guest never waited: {admission}");
+        assert!(Instant::now() < deadline, "the guest never waited: {admission:?}");
     }
 }
 
@@ -51,7 +51,7 @@ fn guest_uses_headroom_during_a_dump_then_waits() -> Result<()> {
     let Some((vm, folder)) = small_folder::boot(builder, "headroom", "8M")? else { return Ok(()) };
     let watch = Watch::start(vm.memory_folder())?;
     vm.panic()?;
-    vm.wait_event("a full disk", |event| event["kind"] == "dump_waits")?;
+    vm.wait_event("a full disk", event!(DumpWaits))?;
     vm.wait_incarnation(2)?;
     let id = fill_until_it_waits(&vm)?;
     let short = watch.so_far();
@@ -63,8 +63,8 @@ fn guest_uses_headroom_during_a_dump_then_waits() -> Result<()> {
     wait_complete(&vm, 1)?;
     assert_nothing_held(&vm)?;
     let seen = watch.end()?;
-    println!("{after}, when it had to wait {short:?}, in all {seen:?}");
-    assert!(after["guest_wait_ms"].as_u64() > Some(0), "{after}");
+    println!("{after:?}, when it had to wait {short:?}, in all {seen:?}");
+    assert!(after.guest_wait_ms > 0, "{after:?}");
     let percent = |bytes: u64| (bytes * 100).div_ceil(RAM_MIB << 20);
     assert!(percent(seen.peak_bytes) <= 100 + SLACK_PERCENT + HEADROOM_PERCENT, "over budget: {seen:?}");
     assert!(percent(short.peak_bytes) > 100 + SLACK_PERCENT, "the headroom was not used: {short:?}");
@@ -100,9 +100,9 @@ fn measures_a_guests_wait_for_a_dump() -> Result<()> {
             outcome
         })?;
         assert_eq!(output.status, 0, "{output:?}");
-        println!("{what}: {}", admission(&vm)?);
+        println!("{what}: {:?}", admission(&vm)?);
         wait_complete(&vm, 1)?;
-        println!("{what}: the dump took {} s", crate::dump::status(&vm, 1)?["duration_s"]);
+        println!("{what}: the dump took {} s", crate::dump::status(&vm, 1)?.duration_s);
     }
     Ok(())
 }

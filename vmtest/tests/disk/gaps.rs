@@ -132,14 +132,14 @@ fn guest_sums(vm: &TestVm, images: &Images) -> Result<Vec<String>> {
 fn check(vm: &TestVm, images: &Images, changes: &[Change]) -> Result<()> {
     let sums = guest_sums(vm, images)?;
     for place in images.places() {
-        assert_eq!(sums[place], images.sum(place), "{:?} of disk {place}: {:#?}", CHANGES[place], vm.events());
+        assert_eq!(sums[place], images.sum(place), "{:?} of disk {place}: {:#?}", CHANGES[place], vm.events_json());
     }
     let warm_bytes = count(vm, 0, "read_warm_bytes")?;
     assert!(warm_bytes >= MIB as u64 * 9 / 10, "the unchanged disk must be read from memory: {warm_bytes}");
     let forgotten: BTreeSet<String> = forgotten(vm).into_iter().map(|event| text(&event["disk"])).collect();
     let changed =
         images.places().filter(|place| CHANGES[*place] != Change::Nothing && changes.contains(&CHANGES[*place]));
-    assert_eq!(forgotten, changed.map(|place| format!("disk{place}")).collect(), "{:#?}", vm.events());
+    assert_eq!(forgotten, changed.map(|place| format!("disk{place}")).collect(), "{:#?}", vm.events_json());
     Ok(())
 }
 
@@ -148,7 +148,7 @@ fn text(value: &Value) -> String {
 }
 
 fn forgotten(vm: &TestVm) -> Vec<Value> {
-    vm.events().into_iter().filter(|event| event["kind"] == "disk_forgotten").collect()
+    vm.events_json().into_iter().filter(|event| event["kind"] == "disk_forgotten").collect()
 }
 
 fn machine(name: &str) -> TestVmBuilder {
@@ -172,7 +172,7 @@ fn images_changed_in_a_crash_loop_are_reread() -> Result<()> {
     vm.wait_incarnation(2)?;
     guest_sums(&vm, &images)?;
     vm.kill_qemu()?;
-    vm.wait_event("a crash loop", |event| event["kind"] == "crash_loop")?;
+    vm.wait_event_json("a crash loop", |event| event["kind"] == "crash_loop")?;
     images.places().for_each(|place| images.change(place));
     vm.reboot()?;
     vm.wait_incarnation(3)?;
@@ -190,7 +190,7 @@ fn images_changed_under_a_paused_guest_are_reread() -> Result<()> {
     let vm = images.attach(machine("gap-pause")).setting("on_panic", "pause").boot()?;
     guest_sums(&vm, &images)?;
     vm.panic()?;
-    vm.wait_event("pause", |event| event["kind"] == "state_changed" && event["to"] == "paused")?;
+    vm.wait_event_json("pause", |event| event["kind"] == "state_changed" && event["to"] == "paused")?;
     images.places().for_each(|place| images.change(place));
     vm.reboot()?;
     vm.wait_incarnation(2)?;
@@ -223,8 +223,8 @@ fn images_changed_under_a_living_qemu_are_reread() -> Result<()> {
     fs::rename(&aside, &image).expect("our own image");
 
     vm.restart_keeper()?;
-    vm.wait_event("take-over", |event| event["kind"] == "keeper_took_over")?;
-    vm.wait_running()?;
+    vm.wait_event_json("take-over", |event| event["kind"] == "keeper_took_over")?;
+    vm.wait_running_json()?;
     assert_eq!(vm.nonce()?, nonce, "it is the same guest");
     vm.reboot_forced()?;
     vm.wait_incarnation(2)?;
@@ -251,14 +251,14 @@ fn replaced_qemu_or_keeper_leaves_no_gap() -> Result<()> {
     guest_sums(&vm, &images)?;
     vm.rejuvenate()?;
     vm.cli(&["upgrade-keeper", vm.name()])?;
-    vm.wait_event("take-over", |event| event["kind"] == "keeper_took_over")?;
-    vm.wait_running()?;
+    vm.wait_event_json("take-over", |event| event["kind"] == "keeper_took_over")?;
+    vm.wait_running_json()?;
     assert_eq!(forgotten(&vm), [] as [Value; 0]);
     vm.kill_keeper()?;
     let said = TestVm::busybox("gap-none-other").disk(images.disk(1)).check()?;
     assert!(said.status != 0 && said.text().contains("is in use by process"), "{}", said.text());
     vm.restart_keeper()?;
-    vm.wait_running()?;
+    vm.wait_running_json()?;
     vm.reboot_forced()?;
     vm.wait_incarnation(2)?;
     check(&vm, &images, &[Change::EditDevice])
@@ -290,7 +290,7 @@ fn images_changed_under_a_parked_guest_are_reread() -> Result<()> {
     assert!(vm.wait_keeper_end()?.success());
     images.places().for_each(|place| images.change(place));
     vm.restart_keeper()?;
-    let lost = vm.wait_event("a lost parked guest", |event| event["kind"] == "parked_lost")?;
+    let lost = vm.wait_event_json("a lost parked guest", |event| event["kind"] == "parked_lost")?;
     assert!(text(&lost["why"]).contains("was changed since"), "{lost}");
     vm.wait_incarnation(2)?;
     check(&vm, &images, &CHANGES)

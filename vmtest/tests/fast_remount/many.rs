@@ -139,7 +139,7 @@ fn write_until_crash(vm: &TestVm, life: u64, volumes: usize) -> Result<Lines> {
     })?;
     vm.crash()?;
     // Lines that the guest acknowledged just before it died count too.
-    vm.wait_event("the next incarnation", |event| {
+    vm.wait_event_json("the next incarnation", |event| {
         event["kind"] == "incarnation_started" && event["incarnation"] == life + 1
     })?;
     Ok(acknowledged(&vm.guest().kernel_log(), life))

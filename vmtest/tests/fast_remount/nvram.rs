@@ -54,7 +54,7 @@ fn flushed_nvram_survives_every_death() -> Result<()> {
     let read = || vm.sh("for d in vdb vdc vdd; do dd if=/dev/$d bs=512 skip=100 count=1 2>/dev/null | head -n 1; done");
     let expected = |what: &str| format!("{what} vdb\n{what} vdc\n{what} vdd\n");
     let counted = || -> Result<()> {
-        let memory = &vm.status()?["memory"];
+        let memory = &vm.status_json()?["memory"];
         assert_eq!(number(memory, "/nvram_bytes"), 3 * (8 << 20), "{memory}");
         let (peak, budget) = (number(memory, "/peak_bytes"), number(memory, "/budget_bytes"));
         assert!(peak > 3 * (8 << 20) && peak <= budget && budget > (256 + 3 * 8) << 20, "{memory}");
@@ -74,7 +74,7 @@ fn flushed_nvram_survives_every_death() -> Result<()> {
 
     vm.kill_keeper()?;
     vm.restart_keeper()?;
-    vm.wait_running()?;
+    vm.wait_running_json()?;
     assert_eq!(read()?, expected("one"));
     counted()?;
     write("two")?;
@@ -90,7 +90,7 @@ fn flushed_nvram_survives_every_death() -> Result<()> {
     assert!(in_mirror("sync"));
     let deadline = Instant::now() + patience(20);
     while !in_mirror("async") {
-        assert!(Instant::now() < deadline, "nothing reaches the mirror: {}", vm.status()?);
+        assert!(Instant::now() < deadline, "nothing reaches the mirror: {}", vm.status_json()?);
         std::thread::sleep(std::time::Duration::from_millis(20));
     }
     kill_all(&vm)?;
@@ -122,7 +122,7 @@ fn kills_during_writes_lose_no_flushed_data() -> Result<()> {
         }
         check(&in_file(&mirror), acknowledged(&vm)[2], "the mirror");
         vm.restart_keeper()?;
-        vm.wait_running()?;
+        vm.wait_running_json()?;
     }
 
     // Kill QEMU: the next guest reads what the last one wrote.

@@ -60,7 +60,7 @@ fn flushed_persistent_memory_survives_every_death() -> Result<()> {
     assert_eq!(read()?, "two\none\ntwo\none\ntwo\n");
     vm.kill_keeper()?;
     vm.restart_keeper()?;
-    vm.wait_running()?;
+    vm.wait_running_json()?;
     write("three")?;
     assert_eq!(read()?, "three\none\ntwo\nthree\none\ntwo\nthree\n");
     vm.cli(&["upgrade-keeper", vm.name()])?;
@@ -80,7 +80,7 @@ fn flushed_persistent_memory_survives_every_death() -> Result<()> {
 }
 
 fn check_status(vm: &TestVm) -> Result<()> {
-    let status = vm.status()?;
+    let status = vm.status_json()?;
     let devices = status["nvram"].as_array().expect("the machine has NVRAM");
     let shown: Vec<_> = devices.iter().map(|nvram| [&nvram["name"], &nvram["device"], &nvram["mirror"]]).collect();
     assert_eq!(shown, [["plain", "pmem", "none"], ["log", "pmem", "sync"], ["data", "pmem", "sync"]], "{status}");
@@ -106,7 +106,7 @@ fn persistent_memory_stays_with_its_qemu() -> Result<()> {
         let output = vm.cli_output(&arguments)?;
         assert!(output.status != 0 && output.text().contains(why), "{arguments:?}: {}", output.text());
     }
-    assert_eq!(vm.status()?["state"], "running");
+    assert_eq!(vm.status_json()?["state"], "running");
     assert_eq!(vm.sh("head -n 1 /dev/pmem0")?, "mine\n", "the guest continues");
     Ok(())
 }

@@ -53,7 +53,7 @@ fn boot_and_rest(vm: &TestVm, volumes: &Volumes) -> Result<Value> {
 fn crash_and_wait(vm: &TestVm, incarnation: u64) -> Result<()> {
     vm.panic()?;
     let waits = |event: &Value| event["kind"] == "crash_loop" && event["incarnation"] == incarnation;
-    vm.wait_event("a crash loop", waits).map(drop)
+    vm.wait_event_json("a crash loop", waits).map(drop)
 }
 
 #[test]
@@ -76,7 +76,7 @@ fn image_changed_between_guests_is_reread() -> Result<()> {
     assert_eq!(gap(&vm)?, STRANGER);
     let why = dropped(&vm).expect("an event names the dropped disk");
     assert!(why.ends_with("disk0.img was changed while nobody guarded it"), "{why}");
-    let recovery = vm.explain()?["recovery"].clone();
+    let recovery = vm.explain_json()?["recovery"].clone();
     assert_eq!((&recovery["warm"], &recovery["why_cold"]), (&false.into(), &why.into()), "{recovery}");
     volumes.mount(&vm)?;
     volumes.unmount_and_check(&vm)
@@ -149,7 +149,7 @@ fn image_changed_around_a_stop_is_reread() -> Result<()> {
     assert_eq!(gap(&vm)?, "");
     boot_and_rest(&vm, &volumes)?;
     vm.stop()?;
-    assert!(file.is_file(), "{:#?}", vm.events());
+    assert!(file.is_file(), "{:#?}", vm.events_json());
     write_as_stranger(&vm);
     vm.restart_keeper()?;
     vm.wait_boots(2)?;
@@ -161,21 +161,21 @@ fn image_changed_around_a_stop_is_reread() -> Result<()> {
     assert!(number(&plan(&vm)?, "/held_blocks") > 0);
 
     // The machine is stopping and has no guest while its last dump is written.
-    let before = vm.events().len();
+    let before = vm.events_json().len();
     vm.panic()?;
     vm.wait_boots(3)?;
     assert_eq!(gap(&vm)?, "");
     vm.panic()?;
-    vm.wait_event("a crash loop", |event| event["kind"] == "crash_loop")?;
+    vm.wait_event_json("a crash loop", |event| event["kind"] == "crash_loop")?;
     vm.cli(&["stop", vm.name(), "--no-wait"])?;
-    vm.wait_status("the stop waits for the dump", |status| {
+    vm.wait_status_json("the stop waits for the dump", |status| {
         status["state_why"].as_str().is_some_and(|why| why.starts_with("a dump is being written"))
     })?;
     write_as_stranger(&vm);
     vm.stop_at_once()?;
     let dropped_disk =
         |event: &Value| event["kind"] == "disk_forgotten" && event["why"].to_string().contains("nobody guarded it");
-    assert!(vm.events()[before..].iter().any(dropped_disk), "{:#?}", vm.events());
+    assert!(vm.events_json()[before..].iter().any(dropped_disk), "{:#?}", vm.events_json());
     vm.restart_keeper()?;
     vm.wait_boots(4)?;
     assert_eq!(gap(&vm)?, STRANGER);

@@ -4,8 +4,9 @@
 use std::collections::BTreeSet;
 use std::path::Path;
 
+use hearth_api::PendingUntil;
 use hearth_vmtest::artifacts::CPU_MODEL;
-use hearth_vmtest::{Disk, Drives, Random, Result, TestVm, known, patience};
+use hearth_vmtest::{Disk, Drives, Random, Result, TestVm, event, known, patience};
 use toml::{Table, Value};
 
 use super::take_over;
@@ -131,11 +132,8 @@ fn every_key_that_waits_has_a_change() {
 }
 
 /// Keys that wait according to `hearth status`, and what each waits for.
-fn pending(vm: &TestVm) -> Result<BTreeSet<(String, String)>> {
-    let status = vm.status()?;
-    let pending = status["pending"].as_array().cloned().unwrap_or_default();
-    let text = |value: &serde_json::Value| value.as_str().unwrap_or_default().to_owned();
-    Ok(pending.iter().map(|change| (text(&change["key"]), text(&change["until"]))).collect())
+fn pending(vm: &TestVm) -> Result<BTreeSet<(String, PendingUntil)>> {
+    Ok(vm.status()?.pending.into_iter().map(|change| (change.key, change.until)).collect())
 }
 
 fn edited(vm: &TestVm, changes: &[&Change]) -> Result<()> {
@@ -156,12 +154,12 @@ fn keeps_its_configuration(name: &str, changes: &[&Change]) -> Result<()> {
     let vm = vm.dumps().crash_setting("level", 1).boot()?;
     known::fill(&vm, 16)?;
     let nonce = vm.nonce()?;
-    let waits = |list: &[Change], until: &str| {
+    let waits = |list: &[Change], until: PendingUntil| {
         let mine = list.iter().filter(|(key, _)| keys.contains(key));
-        mine.map(|(key, _)| ((*key).to_owned(), until.to_owned())).collect::<BTreeSet<_>>()
+        mine.map(|(key, _)| ((*key).to_owned(), until)).collect::<BTreeSet<_>>()
     };
-    let next_start = waits(NEXT_START, "next_start");
-    let mut all = waits(NEXT_GUEST, "next_guest");
+    let next_start = waits(NEXT_START, PendingUntil::NextStart);
+    let mut all = waits(NEXT_GUEST, PendingUntil::NextGuest);
     all.extend(next_start.clone());
     // A new section counts as one key.
     let all: BTreeSet<_> =
@@ -201,8 +199,8 @@ fn keeps_its_configuration(name: &str, changes: &[&Change]) -> Result<()> {
     assert_eq!(pending(&vm)?, all, "after parking");
 
     vm.panic()?;
-    let complete = vm.wait_event_within("the dump", patience(60), |event| event["kind"] == "dump_complete")?;
-    assert!(complete["pages"].as_u64() > Some((16 << 20) / 4096), "{complete}");
+    let pages = vm.wait_event_within("the dump", patience(60), event!(DumpComplete { pages, .. } => pages))?;
+    assert!(pages > (16 << 20) / 4096, "{pages}");
     vm.wait_incarnation(2)?;
     assert_eq!(pending(&vm)?, next_start, "the next guest got its changes");
     for (key, command, expect) in [
@@ -248,8 +246,7 @@ fn each_key_alone_waits_for_its_time() -> Result<()> {
 
 /// Error messages among the machine's events.
 fn errors(vm: &TestVm) -> Vec<String> {
-    let events = vm.events();
-    events.iter().filter_map(|event| event["message"].as_str().map(str::to_owned)).collect()
+    vm.events().iter().filter_map(event!(Error { message } => message)).collect()
 }
 
 /// Starts the next keeper with this text in machine.toml.
@@ -271,7 +268,7 @@ fn guest_survives_a_broken_machine_file() -> Result<()> {
     for (broken, expect) in [(without_value, "cpus has no value"), (unknown, "memroy"), (incomplete, "is missing")] {
         exchange_file(&vm, &broken)?;
         assert_eq!(vm.nonce()?, nonce, "the guest continues");
-        assert_eq!(pending(&vm)?, [("machine.toml".to_owned(), "next_start".to_owned())].into());
+        assert_eq!(pending(&vm)?, [("machine.toml".to_owned(), PendingUntil::NextStart)].into());
         assert!(errors(&vm).iter().any(|error| error.contains(expect)), "{expect}: {:?}", errors(&vm));
     }
     vm.reboot_forced()?;
@@ -293,7 +290,7 @@ fn next_guest_falls_back_if_qemu_refuses_it() -> Result<()> {
     let vm = TestVm::busybox("refused").disk(Disk::empty(16)).boot()?;
     let good = std::fs::read_to_string(vm.folder().join("machine.toml")).expect("it is there");
     exchange_file(&vm, &format!("extra_qemu_args = [\"-device\", \"no-such-device\"]\n{good}"))?;
-    let waits: BTreeSet<_> = [("extra_qemu_args".to_owned(), "next_guest".to_owned())].into();
+    let waits: BTreeSet<_> = [("extra_qemu_args".to_owned(), PendingUntil::NextGuest)].into();
     assert_eq!(pending(&vm)?, waits);
     for boots in 2..4 {
         vm.reboot_forced()?;

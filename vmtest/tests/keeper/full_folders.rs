@@ -5,7 +5,7 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use hearth_vmtest::images::File as DiskFile;
-use hearth_vmtest::{Disk, Drives, Mounted, Result, TestVm};
+use hearth_vmtest::{Disk, Drives, Mounted, Result, TestVm, event};
 
 /// Fills the file system.
 fn fill(folder: &Path) -> PathBuf {
@@ -36,7 +36,7 @@ fn full_memory_folder_costs_only_kept_memory() -> Result<()> {
     let filler = fill(memory.path());
     vm.reset()?;
     // The dead guest's memory is released for the next one. If that needs more, it dies, and another one follows.
-    vm.wait_event("the next guest", |event| event["kind"] == "incarnation_started" && event["incarnation"] == 2)?;
+    vm.wait_event("the next guest", event!(|event| IncarnationStarted if event.incarnation == 2))?;
     fs::remove_file(filler).expect("it is there");
     vm.await_console()?;
     vm.sh(VERIFY)?;
@@ -49,16 +49,15 @@ fn full_runtime_folder_makes_a_reboot_wait() -> Result<()> {
     let Some((vm, _memory, runtime)) = machine("full-runtime")? else { return Ok(()) };
     let filler = fill(runtime.path());
     vm.reset()?;
-    let waits = vm.wait_status("a waiting start", |status| status["next_start"].is_string())?;
-    let why = waits["state_why"].as_str().unwrap_or_default();
+    let waits = vm.wait_status("a waiting start", |status| status.next_start.is_some())?;
+    let why = waits.state_why.unwrap_or_default();
     assert!(why.contains("journal.json") && why.contains("No space left on device"), "{why}");
     // Events arrive over their own connection, and a thread releases the dead guest's memory, so both are waited for.
-    for kind in ["start_waits", "ember_settled"] {
-        vm.wait_event(kind, |event| event["kind"] == kind)?;
-    }
+    vm.wait_event("a waiting start", event!(StartWaits))?;
+    vm.wait_event("released memory", event!(EmberSettled))?;
     // Further attempts add no events.
-    let (first, events) = (waits["next_start"].clone(), vm.events().len());
-    vm.wait_status("another attempt", |status| status["next_start"].is_string() && status["next_start"] != first)?;
+    let (first, events) = (waits.next_start, vm.events().len());
+    vm.wait_status("another attempt", |status| status.next_start.is_some() && status.next_start != first)?;
     assert_eq!(vm.events().len(), events);
     fs::remove_file(filler).expect("it is there");
     vm.wait_incarnation(2)?;

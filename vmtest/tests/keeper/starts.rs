@@ -1,8 +1,8 @@
 //! Failed starts, and machines that crash again and again: a failed first start is an error, later ones are tried again.
 
+use hearth_api::MachineState;
 use hearth_vmtest::images::File;
-use hearth_vmtest::{Disk, Drives, Result, TestVm, TestVmBuilder, artifacts, processes, write_program};
-use serde_json::Value;
+use hearth_vmtest::{Disk, Drives, Result, TestVm, TestVmBuilder, artifacts, event, processes, write_program};
 
 use super::{last_sequence, memory_files};
 
@@ -56,21 +56,21 @@ fn refused_start_is_retried_after_a_first_guest() -> Result<()> {
     refuse();
     // This crash and the failed start after it are a crash loop.
     vm.kill_qemu()?;
-    let waits = vm.wait_event("the next start waits", |event| event["kind"] == "start_waits")?;
-    assert!(waits["why"].as_str().is_some_and(|why| why.contains("no luck today")), "{waits}");
-    let status = vm.wait_status("a waiting start", |status| status["next_start"].is_string())?;
-    assert_eq!((&status["state"], &status["next_start"]), (&"recovering".into(), &waits["next_start"]), "{status}");
-    assert!(status["state_why"].as_str().is_some_and(|why| why.contains("no luck today")), "{status}");
+    let (why, next_start) =
+        vm.wait_event("the next start waits", event!(StartWaits { why, next_start } => (why, next_start)))?;
+    assert!(why.contains("no luck today"), "{why}");
+    let status = vm.wait_status("a waiting start", |status| status.next_start.is_some())?;
+    assert_eq!((status.state, &status.next_start), (MachineState::Recovering, &Some(next_start)), "{status:?}");
+    assert!(status.state_why.as_ref().is_some_and(|why| why.contains("no luck today")), "{status:?}");
     vm.cli(&["reboot", vm.name(), "--no-wait"])?;
-    let longer = |status: &Value| status["next_start"].is_string() && status["next_start"] != waits["next_start"];
-    vm.wait_status("a later start", longer)?;
+    vm.wait_status("a later start", |later| later.next_start.is_some() && later.next_start != status.next_start)?;
 
     relent();
     vm.reboot()?;
     vm.wait_boots(2)?;
     vm.sh("mkdir -p /d && mount -o ro /dev/vda /d && probe verify /d/kept.bin 3")?;
     let status = vm.status()?;
-    assert!(status["ember"]["pages_served"].as_u64() >= Some((8 << 20) / 4096), "{status}");
+    assert!(status.ember.pages_served >= ((8 << 20) / 4096), "{status:?}");
     vm.has_no_disk_errors()?;
     assert_eq!(vm.stop_at_once()?.code(), Some(0));
     assert_eq!(memory_files(&vm), [] as [&str; 0]);
@@ -84,26 +84,27 @@ fn crash_loop(name: &str, delay_s: i64) -> TestVmBuilder {
     builder.crash_setting("loop_delay_s", delay_s).crash_setting("loop_delay_max_s", 86_400)
 }
 
-/// Crashes the incarnation that has just begun, and returns the event of the crash loop.
-fn crash_again(vm: &TestVm, incarnation: u64) -> Result<Value> {
-    let began = |event: &Value| event["kind"] == "incarnation_started" && event["incarnation"] == incarnation;
+/// Crashes the incarnation that has just begun. Returns the delay of the crash loop and its end, unless it is the first crash.
+fn crash_again(vm: &TestVm, incarnation: u32) -> Result<Option<(u64, String)>> {
+    let began = event!(|event| IncarnationStarted if event.incarnation == incarnation);
     vm.wait_event("the next incarnation", began)?;
     vm.kill_qemu()?;
     if incarnation == 1 {
-        return Ok(Value::Null);
+        return Ok(None);
     }
-    vm.wait_event("a crash loop", |event| event["kind"] == "crash_loop" && event["incarnation"] == incarnation)
+    let waits =
+        event!(|event| CrashLoop { delay_s, next_start } if event.incarnation == incarnation => (delay_s, next_start));
+    vm.wait_event("a crash loop", waits).map(Some)
 }
 
 #[test]
 fn crash_loop_delay_doubles_until_a_reboot_request() -> Result<()> {
     let vm = crash_loop("loop", 3600).boot()?;
     crash_again(&vm, 1)?;
-    let event = crash_again(&vm, 2)?;
-    assert_eq!(event["delay_s"], 3600, "{event}");
+    let waits = crash_again(&vm, 2)?;
     let status = vm.status()?;
-    assert_eq!((&status["state"], &status["qemu"]), (&"recovering".into(), &Value::Null), "{status}");
-    assert_eq!(status["next_start"], event["next_start"], "{status}");
+    assert_eq!((status.state, &status.qemu), (MachineState::Recovering, &None), "{status:?}");
+    assert_eq!(waits, status.next_start.map(|next_start| (3600, next_start)));
     let page = vm.cli(&["status", "loop"])?;
     assert!(page.contains("crash loop") && page.contains("`hearth reboot`"), "{page}");
     let refused = vm.cli_output(&["crash", "loop"])?;
@@ -111,16 +112,13 @@ fn crash_loop_delay_doubles_until_a_reboot_request() -> Result<()> {
 
     vm.reboot()?;
     let status = vm.status()?;
-    assert_eq!((&status["state"], &status["next_start"]), (&"running".into(), &Value::Null), "{status}");
-    assert_eq!(crash_again(&vm, 3)?["delay_s"], 7200, "the crash loop continues");
+    assert_eq!((status.state, &status.next_start), (MachineState::Running, &None), "{status:?}");
+    assert_eq!(crash_again(&vm, 3)?.map(|(delay_s, _)| delay_s), Some(7200), "the crash loop continues");
     assert_eq!(vm.stop()?.code(), Some(0));
     assert_eq!(memory_files(&vm), [] as [&str; 0]);
     let before = last_sequence(&vm);
     vm.restart_keeper()?;
-    vm.wait_event("the next start", |event| {
-        event["kind"] == "incarnation_started" && event["sequence"].as_u64() > Some(before)
-    })
-    .map(drop)
+    vm.wait_event("the next start", event!(|event| IncarnationStarted if event.sequence > before)).map(drop)
 }
 
 #[test]
@@ -129,8 +127,8 @@ fn machine_starts_by_itself_after_its_delay() -> Result<()> {
     crash_again(&vm, 1)?;
     crash_again(&vm, 2)?;
     vm.wait_incarnation(3)?;
-    let phases = vm.explain()?["recovery"]["phases"].to_string();
-    assert!(phases.contains("back-off"), "{phases}");
+    let recovery = vm.explain()?.recovery.expect("the machine has recovered");
+    assert!(recovery.phases.iter().any(|phase| phase.phase.contains("back-off")), "{recovery:?}");
     assert_eq!(vm.stop_at_once()?.code(), Some(0));
     Ok(())
 }

@@ -3,7 +3,8 @@
 use std::io::Write;
 use std::os::unix::net::UnixStream;
 
-use hearth_vmtest::{Disk, Drives, Result, TestVm, hung, processes};
+use hearth_api::MachineState;
+use hearth_vmtest::{Disk, Drives, Result, TestVm, event, hung, processes};
 use rustix::process::Pid;
 
 use super::{last_sequence, memory_files, signal, take_over};
@@ -72,10 +73,11 @@ fn machine_has_stopped(vm: &TestVm, before: u64) -> Result<()> {
     assert_eq!(vm.wait_keeper_end()?.code(), Some(0), "{}", vm.keeper_log());
     assert!(processes::mentioning(vm.memory_folder()).is_empty(), "a QEMU without a keeper");
     let events = vm.events();
-    let since: Vec<_> = events.iter().filter(|event| event["sequence"].as_u64() > Some(before)).collect();
-    let cut = since.iter().find(|event| event["kind"] == "power_cut").unwrap_or_else(|| panic!("{since:?}"));
-    assert!(cut["why"].as_str().is_some_and(|why| why.contains("has not responded")), "{cut}");
-    assert!(since.iter().any(|event| event["to"] == "stopped"), "{since:?}");
+    let since: Vec<_> = events.iter().filter(|event| event.sequence > before).collect();
+    let cut = since.iter().copied().find_map(event!(PowerCut { why } => why)).unwrap_or_else(|| panic!("{since:?}"));
+    assert!(cut.contains("has not responded"), "{cut}");
+    let stopped = event!(StateChanged { to: MachineState::Stopped, .. });
+    assert!(since.iter().any(|event| stopped(event).is_some()), "{since:?}");
     let files = memory_files(vm);
     assert!(!files.iter().any(|name| name.starts_with("ram-") || name.starts_with("ledger-")), "{files:?}");
     vm.restart_keeper()?;

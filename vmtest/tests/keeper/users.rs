@@ -20,7 +20,7 @@ fn user_of(vm: &TestVm) -> Result<u32> {
     };
     let users = ids("Uid:");
     let all = [&users[..], &ids("Gid:"), &ids("Groups:")].concat();
-    assert!(all.len() == 9 && all.iter().all(|id| *id == users[0]), "QEMU has one user and one group: {status}");
+    assert!(all.len() == 9 && all.iter().all(|id| *id == users[0]), "QEMU has one user and one group: {status:?}");
     Ok(users[0])
 }
 

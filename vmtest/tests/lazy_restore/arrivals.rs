@@ -59,10 +59,10 @@ fn waiting(stand: &Stand, vm: &TestVm, name: &str) -> Result<TestVm> {
     let (object, away) = (stand.object("disk-disk0"), stand.folder.path().join("away"));
     stand.server.set_wire(Wire::Slow(MIB));
     let clone = stand.clone(vm, name, name, &["--lazy"])?;
-    clone.wait_running()?;
+    clone.wait_running_json()?;
     fs::rename(&object, &away).expect("it was saved");
     stand.server.set_wire(Wire::Whole);
-    clone.wait_event("all memory is there", |event| event["kind"] == "restore_complete")?;
+    clone.wait_event_json("all memory is there", |event| event["kind"] == "restore_complete")?;
     begin_verifying(&clone)?;
     stand.server.set_wire(Wire::Dead);
     fs::rename(&away, &object).expect("the object was moved away");
@@ -72,7 +72,9 @@ fn waiting(stand: &Stand, vm: &TestVm, name: &str) -> Result<TestVm> {
 }
 
 fn await_waiting(clone: &TestVm, why: &str) -> Result<Value> {
-    clone.wait_status(&format!("a waiting disk: {why}"), |status| waits(status).iter().any(|said| said.contains(why)))
+    clone.wait_status_json(&format!("a waiting disk: {why}"), |status| {
+        waits(status).iter().any(|said| said.contains(why))
+    })
 }
 
 /// Missing bytes of all disks; `None` if all have arrived.
@@ -92,8 +94,8 @@ fn io_errors(status: &Value) -> Option<u64> {
 
 /// Waits until the disks have arrived. Asserts that this many requests failed: those that a dead QEMU left unanswered.
 fn wait_disks(clone: &TestVm, unanswered: u64) -> Result<()> {
-    clone.wait_event_within("a complete disk", patience(60), |event| event["kind"] == "disk_complete")?;
-    let status = clone.wait_status("complete disks", |status| missing_bytes(status).is_none())?;
+    clone.wait_event_within_json("a complete disk", patience(60), |event| event["kind"] == "disk_complete")?;
+    let status = clone.wait_status_json("complete disks", |status| missing_bytes(status).is_none())?;
     assert_eq!(io_errors(&status), Some(unanswered), "{status}");
     Ok(())
 }
@@ -122,8 +124,8 @@ fn guest_reads_saved_disks_while_they_arrive() -> Result<()> {
     let expected = sum(&vm)?;
     save(&vm)?;
     let whole = stand.clone(&vm, "whole", "first", &["--eager"])?;
-    whole.wait_running()?;
-    assert_eq!(missing_bytes(&whole.status()?), None, "an eager restore has fetched everything before it runs");
+    whole.wait_running_json()?;
+    assert_eq!(missing_bytes(&whole.status_json()?), None, "an eager restore has fetched everything before it runs");
     let disks = disks_of(&whole);
     assert_eq!(disks.len(), 2);
     verify_file(&whole)?;
@@ -136,10 +138,10 @@ fn guest_reads_saved_disks_while_they_arrive() -> Result<()> {
     ] {
         stand.server.set_wire(wire);
         let clone = stand.clone(&vm, name, name, &[mode])?;
-        clone.wait_running()?;
+        clone.wait_running_json()?;
         if name == "slow" {
             assert!(
-                missing_bytes(&clone.status()?) > Some(FILE_MIB / 2 * MIB),
+                missing_bytes(&clone.status_json()?) > Some(FILE_MIB / 2 * MIB),
                 "the disk arrived too early for this test"
             );
         }
@@ -174,7 +176,7 @@ fn disk_waits_for_a_lost_store_across_keepers() -> Result<()> {
     let names_disk = |event: &Value| {
         event["kind"] == "restore_waits" && event["why"].as_str().is_some_and(|why| why.contains("one/disk-"))
     };
-    clone.wait_event("an event about the waiting disk", names_disk)?;
+    clone.wait_event_json("an event about the waiting disk", names_disk)?;
     clone.restart_keeper()?;
     await_waiting(&clone, "the store gave no valid answer")?;
     clone.await_console()?;
@@ -200,11 +202,11 @@ fn arrival_continues_after_keeper_is_killed() -> Result<()> {
     save(&vm)?;
     stand.server.set_wire(Wire::Slow(MIB));
     let clone = stand.clone(&vm, "follows", "cache", &["--lazy"])?;
-    clone.wait_running()?;
+    clone.wait_running_json()?;
     begin_verifying(&clone)?;
     for (missing_mib, wire) in [(FILE_MIB - 4, Wire::Slow(2 * MIB)), (FILE_MIB / 2, Wire::Whole)] {
         let has_come = |status: &Value| missing_bytes(status).is_some_and(|missing| missing < missing_mib * MIB);
-        clone.wait_status("part of the disk", has_come)?;
+        clone.wait_status_json("part of the disk", has_come)?;
         stand.server.set_wire(wire);
         clone.restart_keeper()?;
     }
@@ -222,10 +224,10 @@ fn guest_waiting_for_lost_store_stops_or_reboots() -> Result<()> {
     assert!(waiting(&stand, &vm, "stopped")?.stop_at_once()?.success());
     let dies = waiting(&stand, &vm, "dies")?;
     dies.kill_qemu()?;
-    dies.wait_event("a drained disk", |event| event["kind"] == "phase" && event["phase"] == "drain")?;
+    dies.wait_event_json("a drained disk", |event| event["kind"] == "phase" && event["phase"] == "drain")?;
     stand.server.set_wire(Wire::Whole);
     dies.wait_incarnation(2)?;
-    let unanswered = io_errors(&dies.status()?).expect("it has disks");
+    let unanswered = io_errors(&dies.status_json()?).expect("it has disks");
     dies.sh("mkdir -p /d && mount /dev/vda /d")?;
     verify_file(&dies)?;
     wait_disks(&dies, unanswered)

@@ -25,7 +25,7 @@ pub fn verify_file(vm: &TestVm) -> Result<()> {
 
 fn saved(vm: &TestVm, folder: &Path) -> Result<Value> {
     let path = folder.display().to_string();
-    vm.wait_event("the save's end", |event| event["kind"] == "saved" && event["folder"] == path.as_str())
+    vm.wait_event_json("the save's end", |event| event["kind"] == "saved" && event["folder"] == path.as_str())
 }
 
 fn read_all(folder: &Path) {
@@ -55,11 +55,11 @@ fn pages_on_disks_are_restored_without_being_stored() -> Result<()> {
     read_all(&first);
 
     let clone = vm.restore(&first, "clone", &["--lazy"])?;
-    clone.wait_running()?;
+    clone.wait_running_json()?;
     assert_eq!(clone.nonce()?, nonce);
     verify_file(&clone)?;
     verify(&clone)?;
-    clone.wait_event("all memory is there", |event| event["kind"] == "restore_complete")?;
+    clone.wait_event_json("all memory is there", |event| event["kind"] == "restore_complete")?;
     // The clone's disk is a qcow2 image over the snapshot's.
     clone.sh("probe drop-caches")?;
     verify_file(&clone)?;
@@ -69,7 +69,7 @@ fn pages_on_disks_are_restored_without_being_stored() -> Result<()> {
     assert!(saved(&clone, &second)?["pages_on_disks"].as_u64() > Some(FILE_BYTES as u64 / 8192));
     read_all(&second);
     let last = vm.restore(&second, "last", &["--eager"])?;
-    last.wait_running()?;
+    last.wait_running_json()?;
     assert_eq!(last.nonce()?, nonce);
     verify_file(&last)?;
     verify(&last)
@@ -95,13 +95,13 @@ fn guest_waits_until_an_altered_block_is_repaired() -> Result<()> {
     disk.write_all_at(&[whole[place] ^ 1], place as u64).expect("it can be written");
     disk.set_times(times).expect("it is ours");
     let clone = vm.restore(&snapshot, "waits", &["--lazy"])?;
-    clone.wait_running()?;
-    let waits = clone.wait_event("an event about the damage", |event| event["kind"] == "restore_waits")?;
+    clone.wait_running_json()?;
+    let waits = clone.wait_event_json("an event about the damage", |event| event["kind"] == "restore_waits")?;
     let (why, block) = (waits["why"].as_str().unwrap_or_default(), place / 4096);
     let named = format!("{}: pages ", path.display());
     assert!(why.contains(&named) && why.contains("are not what they were when it was saved"), "{block}: {waits}");
     let verifying = clone.guest().start(&format!("probe verify /d/file {SEED}"))?;
-    clone.wait_status("only the damaged pages missing", |status| {
+    clone.wait_status_json("only the damaged pages missing", |status| {
         status["restore"]["pages_missing"].as_u64() <= Some(16)
     })?;
     assert!(clone.guest().take_answer(verifying).is_none(), "the verification waits for the damaged page");

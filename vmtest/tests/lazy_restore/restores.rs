@@ -11,8 +11,8 @@ use serde_json::Value;
 use super::{MOST_MIB, boot_filled, count, fill, first_word, first_words, start_counter, verify};
 
 fn wait_complete(vm: &TestVm) -> Result<Value> {
-    vm.wait_event("all memory is there", |event| event["kind"] == "restore_complete")?;
-    let restore = vm.status()?["restore"].clone();
+    vm.wait_event_json("all memory is there", |event| event["kind"] == "restore_complete")?;
+    let restore = vm.status_json()?["restore"].clone();
     assert_eq!((&restore["complete"], &restore["pages_missing"]), (&Value::from(true), &Value::from(0)), "{restore}");
     Ok(restore)
 }
@@ -36,7 +36,7 @@ pub fn comes_back(vm: &TestVm, snapshot: &Path, way: (&str, &[&str]), warm: bool
         false => page_cache::evict_all(snapshot).expect("files"),
     }
     let clone = vm.restore(snapshot, &name, way.1)?;
-    clone.wait_running()?;
+    clone.wait_running_json()?;
     assert_eq!(clone.nonce()?, nonce, "{name}: it is the same guest");
     counts_beyond(&clone, count(&clone)?)?;
     verify(&clone)?;
@@ -63,7 +63,7 @@ fn each_restore_mode_returns_the_same_guest() -> Result<()> {
     for way in WAYS {
         for warm in [true, false] {
             let clone = comes_back(&vm, &snapshot, way, warm, &nonce)?;
-            let pages = clone.status()?["restore"]["pages"].as_u64();
+            let pages = clone.status_json()?["restore"]["pages"].as_u64();
             assert!(pages > Some((MOST_MIB << 20) / 4096), "{pages:?}");
             clone.stop_at_once()?;
         }
@@ -81,7 +81,7 @@ fn two_clones_run_on_own_disks() -> Result<()> {
     vm.save_and_stop(&snapshot)?;
     let clones = [vm.restore(&snapshot, "one", &["--lazy"])?, vm.restore(&snapshot, "other", &["--lazy"])?];
     for clone in &clones {
-        clone.wait_running()?;
+        clone.wait_running_json()?;
         assert_eq!(clone.nonce()?, nonce);
         clone.sh(
             "dd if=/dev/vda of=/tmp/back bs=64k count=256 iflag=direct 2>&1 && cmp -n 16777216 /tmp/memory /tmp/back",
@@ -93,7 +93,7 @@ fn two_clones_run_on_own_disks() -> Result<()> {
         wait_complete(clone)?;
         let mine = clone.sh("dd if=/dev/vda bs=512 skip=40000 count=1 iflag=direct 2>/dev/null | head -n 1")?;
         assert_eq!(mine.trim(), clone.name(), "each clone writes to its own disk");
-        let status = clone.status()?;
+        let status = clone.status_json()?;
         assert_eq!(status["disks"][0]["io_errors"], 0, "{status}");
         // The clone is a normal machine now.
         clone.reboot_forced()?;
@@ -117,10 +117,10 @@ fn simultaneous_clones_read_shared_memory_once() -> Result<()> {
     let clones = [vm.restore(&snapshot, "one", &["--lazy"])?, vm.restore(&snapshot, "other", &["--lazy"])?];
     let (mut read, saved) = (0, std::fs::metadata(&ram).expect("it was saved").len());
     for clone in &clones {
-        clone.wait_running()?;
+        clone.wait_running_json()?;
         assert_eq!(clone.nonce()?, nonce);
         wait_complete(clone)?;
-        let keeper = clone.status()?["keeper"]["pid"].as_u64().expect("a number");
+        let keeper = clone.status_json()?["keeper"]["pid"].as_u64().expect("a number");
         read += page_cache::disk_read_bytes(keeper).expect("it lives");
     }
     let cached = page_cache::resident_bytes(&ram).expect("it was saved");
@@ -139,10 +139,10 @@ fn traced_working_set_is_prefetched_next_time() -> Result<()> {
     let verified = vm.folder().join("verified");
     let until = format!("test -e {}", verified.display());
     let traced = vm.restore(&snapshot, "first", &["--trace", "3600", "--until", &until])?;
-    traced.wait_running()?;
+    traced.wait_running_json()?;
     verify(&traced)?;
     std::fs::write(&verified, "").expect("a file");
-    let noted = traced.wait_event("a noted working set", |event| event["kind"] == "working_set_traced")?;
+    let noted = traced.wait_event_json("a noted working set", |event| event["kind"] == "working_set_traced")?;
     let pages = noted["pages"].as_u64().expect("a number");
     assert!(pages > (64 << 20) / 4096, "the working set lacks verified pages: {noted}");
     wait_complete(&traced)?;
@@ -151,7 +151,7 @@ fn traced_working_set_is_prefetched_next_time() -> Result<()> {
         serde_json::from_str(&vm.cli(&["working-set", &snapshot.display().to_string(), "--json"])?).expect("JSON");
     assert_eq!(shown["working_set"]["pages"], pages, "{shown}");
     let again = vm.restore(&snapshot, "again", &[])?;
-    again.wait_running()?;
+    again.wait_running_json()?;
     assert_eq!(again.nonce()?, nonce);
     verify(&again)?;
     let restore = wait_complete(&again)?;
@@ -188,13 +188,13 @@ fn restored_guest_is_saved_again_with_unchanged_pages() -> Result<()> {
     let disk = vm.sh("md5sum </dev/vda")?;
     vm.save_and_stop(&first)?;
     let clone = vm.restore(&first, "second", &["--lazy"])?;
-    clone.wait_running()?;
+    clone.wait_running_json()?;
     let second = vm.folder().join("second");
     wait_complete(&clone)?;
     clone.save_and_stop(&second)?;
     compare(&first, &second);
     let last = vm.restore(&second, "third", &["--lazy"])?;
-    last.wait_running()?;
+    last.wait_running_json()?;
     assert_eq!(last.nonce()?, nonce);
     verify(&last)?;
     last.sh("probe drop-caches")?;
@@ -235,13 +235,13 @@ fn snapshot_moves_between_qemu_versions_and_back() -> Result<()> {
     fill(&vm, 32)?;
     start_counter(&vm)?;
     vm.sh("echo kept | dd of=/dev/vda bs=512 seek=7 conv=notrunc,fsync,sync 2>&1")?;
-    let version = |vm: &TestVm| vm.status().map(|status| status["qemu"]["version"].clone());
+    let version = |vm: &TestVm| vm.status_json().map(|status| status["qemu"]["version"].clone());
     let (first, mut snapshot) = (version(&vm)?, vm.folder().join("first"));
     vm.save_and_stop(&snapshot)?;
     for (name, qemu, is_first) in [("newer", new, false), ("back", old, true)] {
         // The second has no configuration file to be compared with: the clone's was removed with it.
         let clone = vm.restore(&snapshot, name, &["--lazy", "--qemu", qemu, "--trust-config"])?;
-        clone.wait_running()?;
+        clone.wait_running_json()?;
         assert_eq!(clone.nonce()?, nonce, "{name}: it is the same guest");
         let now = version(&clone)?;
         assert_eq!(now == first, is_first, "{name}: {now} after {first}");

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File};
-use std::io::{BufRead, BufReader, Read, Write};
+use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
@@ -181,7 +181,7 @@ impl Keeper<'_> {
     }
 
     pub fn api(&self) -> Api {
-        Api(self.bed.runtime_of(self.name).join("api.sock"))
+        Api(hearth_vmtest::Api::new(self.bed.runtime_of(self.name).join("api.sock")))
     }
 
     /// Waits until the keeper has ended (None), or its machine has been at rest for this long. Returns the last status.
@@ -228,20 +228,13 @@ impl Drop for Keeper<'_> {
 
 /// A keeper's API.
 #[derive(Clone)]
-pub struct Api(PathBuf);
+pub struct Api(hearth_vmtest::Api);
 
 impl Api {
     /// Status code and body of the answer. None if no keeper answers.
     pub fn ask(&self, method: &str, path: &str, body: &str) -> Option<(u16, Value)> {
-        let mut stream = UnixStream::connect(&self.0).ok()?;
-        stream.set_read_timeout(Some(patience(5))).ok()?;
-        let head = format!("{method} {path} HTTP/1.0\r\nContent-Length: {}\r\n\r\n", body.len());
-        stream.write_all(format!("{head}{body}").as_bytes()).ok()?;
-        let mut text = String::new();
-        stream.read_to_string(&mut text).ok()?;
-        let (head, body) = text.split_once("\r\n\r\n")?;
-        let number = head.split(' ').nth(1)?.parse().ok()?;
-        Some((number, serde_json::from_str(body).unwrap_or_default()))
+        let (number, body) = self.0.ask(method, path, body).ok()?;
+        Some((number, serde_json::from_str(&body).unwrap_or_default()))
     }
 }
 

@@ -2,8 +2,8 @@
 
 use std::time::Duration;
 
+use hearth_api::{MachineState, MachineStatus};
 use hearth_vmtest::{Disk, Random, Result, TestVm, processes};
-use serde_json::Value;
 
 /// Commands of `hearth`. FOLDER is a new folder each time.
 const OPERATIONS: [&[&str]; 10] = [
@@ -31,12 +31,11 @@ fn perform(vm: &TestVm, operation: &[&str], folder: &str) {
     let _ = vm.cli_output(&arguments);
 }
 
-fn is_at_rest(status: &Value) -> bool {
-    let over = |dump: &Value| ["complete", "incomplete"].iter().any(|state| dump["state"] == *state);
-    status["state"] == "running"
-        && status["save"].is_null()
-        && status["rejuvenating_since"].is_null()
-        && status["dumps"].as_array().is_none_or(|dumps| dumps.iter().all(over))
+fn is_at_rest(status: &MachineStatus) -> bool {
+    status.state == MachineState::Running
+        && status.save.is_none()
+        && status.rejuvenating_since.is_none()
+        && status.dumps.iter().all(|dump| dump.state.is_over())
 }
 
 fn play(vm: &TestVm, random: &mut Random, number: usize) -> Result<()> {

@@ -30,7 +30,7 @@ fn newer_installed_qemu_is_a_reason_to_hop() -> Result<()> {
     let program = link.join("bin/qemu-system-x86_64");
     let vm = TestVm::busybox("age").disk(Disk::empty(16)).setting("qemu", program.display().to_string()).boot()?;
     let nonce = vm.nonce()?;
-    let age = vm.age()?;
+    let age = vm.age_json()?;
     let old = age["qemu"]["version"].clone();
     assert_eq!((&age["qemu"]["installed_version"], &age["reasons"]), (&old, &Value::Array(Vec::new())), "{age}");
     assert!(age["hindrance"].is_null(), "{age}");
@@ -40,7 +40,7 @@ fn newer_installed_qemu_is_a_reason_to_hop() -> Result<()> {
     assert!(number(&age, "descriptors", "now") >= 10, "{age}");
 
     install(&link, &artifacts::qemu_10()?);
-    let age = vm.age()?;
+    let age = vm.age_json()?;
     let new = age["qemu"]["installed_version"].clone();
     assert_ne!(old, new);
     let reason = age["reasons"][0].as_str().unwrap_or_default();
@@ -51,11 +51,11 @@ fn newer_installed_qemu_is_a_reason_to_hop() -> Result<()> {
     // The machine remembers QEMU's size at its start, also under the next keeper.
     let at_start = number(&age, "own_bytes", "at_start");
     vm.restart_keeper()?;
-    vm.wait_running()?;
-    assert_eq!(number(&vm.age()?, "own_bytes", "at_start"), at_start);
+    vm.wait_running_json()?;
+    assert_eq!(number(&vm.age_json()?, "own_bytes", "at_start"), at_start);
 
     vm.rejuvenate()?;
-    let age = vm.age()?;
+    let age = vm.age_json()?;
     assert_eq!((&age["qemu"]["version"], &age["qemu"]["generation"]), (&new, &Value::from(2)), "{age}");
     assert_eq!(age["reasons"], Value::Array(Vec::new()), "{age}");
     assert_eq!(vm.nonce()?, nonce, "it is the same guest");
@@ -70,12 +70,12 @@ fn hop_every_second() -> Table {
 fn keeper_replaces_an_old_qemu_by_itself() -> Result<()> {
     let vm = TestVm::busybox("policy").disk(Disk::empty(16)).setting("rejuvenate", hop_every_second()).start()?;
     vm.wait_boots(1)?;
-    vm.wait_event("a hop by policy", |event| event["kind"] == "rejuvenated")?;
-    let due = vm.wait_event("the hop's reason", |event| event["kind"] == "rejuvenation_due")?;
+    vm.wait_event_json("a hop by policy", |event| event["kind"] == "rejuvenated")?;
+    let due = vm.wait_event_json("the hop's reason", |event| event["kind"] == "rejuvenation_due")?;
     assert!(due["why"].as_str().is_some_and(|why| why.ends_with("rejuvenate.every is 1 s")), "{due}");
     vm.sh("dd if=/dev/urandom of=/dev/vda bs=64k count=16 conv=fsync 2>&1")?;
-    assert!(vm.events().iter().all(|event| event["kind"] != "request"), "{:?}", vm.events());
-    assert_eq!(vm.status()?["incarnation"], 1);
+    assert!(vm.events_json().iter().all(|event| event["kind"] != "request"), "{:?}", vm.events_json());
+    assert_eq!(vm.status_json()?["incarnation"], 1);
     Ok(())
 }
 
@@ -99,19 +99,19 @@ fn growth_causes_hop_within_policy_and_window() -> Result<()> {
     let closed = machine("closed", policy(1, window(2, 1))).boot()?;
     let patient = machine("patient", policy(1_000_000, window(-1, 2))).beside(&closed).boot()?;
     let open = machine("open", policy(1, window(-1, 2))).beside(&closed).start()?;
-    let due = open.wait_event("the hop's reason", |event| event["kind"] == "rejuvenation_due")?;
+    let due = open.wait_event_json("the hop's reason", |event| event["kind"] == "rejuvenation_due")?;
     assert!(due["why"].as_str().is_some_and(|why| why.ends_with("rejuvenate.rss_growth_mib is 1")), "{due}");
-    open.wait_event("a hop by policy", |event| event["kind"] == "rejuvenated")?;
+    open.wait_event_json("a hop by policy", |event| event["kind"] == "rejuvenated")?;
     for vm in [&closed, &patient] {
         assert!(
-            vm.events().iter().all(|event| event["kind"] != "rejuvenation_due"),
+            vm.events_json().iter().all(|event| event["kind"] != "rejuvenation_due"),
             "{}: {:?}",
             vm.name(),
-            vm.events()
+            vm.events_json()
         );
     }
     // One of these had a reason, but its window was closed.
-    let reasons = |vm: &TestVm| vm.age().map(|age| age["reasons"].to_string());
+    let reasons = |vm: &TestVm| vm.age_json().map(|age| age["reasons"].to_string());
     assert!(reasons(&closed)?.contains("rejuvenate.rss_growth_mib is 1"), "{}", reasons(&closed)?);
     assert_eq!(reasons(&patient)?, "[]");
     Ok(())
@@ -124,11 +124,11 @@ fn failed_hop_by_policy_is_reported() -> Result<()> {
     let vm = TestVm::busybox("refused").disk(Disk::empty(16)).setting("qemu", qemu);
     let vm = vm.setting("rejuvenate", hop_every_second()).start()?;
     vm.wait_boots(1)?;
-    let failed = vm.wait_event("a failure", |event| event["kind"] == "rejuvenation_failed")?;
+    let failed = vm.wait_event_json("a failure", |event| event["kind"] == "rejuvenation_failed")?;
     assert!(failed["why"].as_str().is_some_and(|why| why.contains("no successor")), "{failed}");
     assert_eq!(failed["guest_lost"], false);
     vm.sh("dd if=/dev/urandom of=/dev/vda bs=64k count=16 conv=fsync 2>&1")?;
-    let status = vm.status()?;
+    let status = vm.status_json()?;
     assert_eq!((&status["incarnation"], &status["state"]), (&Value::from(1), &Value::from("running")), "{status}");
     Ok(())
 }

@@ -56,16 +56,16 @@ impl Stand {
     #[track_caller]
     fn check_reboot(&self, qemu: &Path, phases: &str) -> Result<()> {
         let vm = &self.vm;
-        let (nonce, before) = (vm.nonce()?, vm.status()?["incarnation"].as_u64().expect("a number"));
+        let (nonce, before) = (vm.nonce()?, vm.status_json()?["incarnation"].as_u64().expect("a number"));
         let hop = vm.rejuvenate_to(qemu)?;
         assert!(hop.status == 1 && hop.text().contains(DIED), "{}", hop.text());
-        let failed = vm.wait_event("a hop that failed", |event| {
+        let failed = vm.wait_event_json("a hop that failed", |event| {
             event["kind"] == "rejuvenation_failed" && event["incarnation"] == before
         })?;
         let in_time = phases.split('|').any(|phase| failed["phase"] == phase);
         assert!(in_time && failed["guest_lost"] == true, "{failed}");
         assert_ne!(vm.wait_incarnation(before + 1)?.nonce, nonce, "{phases}: the machine has rebooted");
-        let started = vm.wait_event("the next start", |event| {
+        let started = vm.wait_event_json("the next start", |event| {
             event["kind"] == "incarnation_started" && event["incarnation"] == before + 1
         })?;
         assert_eq!(started["warm"], true, "{started}");
@@ -102,7 +102,7 @@ fn check_failed_hop(
     expect: &str,
 ) -> Result<String> {
     assert_eq!(hop.status, 1, "{}", hop.text());
-    let status = vm.status()?;
+    let status = vm.status_json()?;
     let failure = status["last_rejuvenation"]["failure"].as_str().unwrap_or_default().to_owned();
     let in_time = phases.split('|').any(|phase| failure.starts_with(&format!("{phase}: ")));
     assert!(in_time && failure.contains(expect), "{failure}");
@@ -206,7 +206,7 @@ fn disconnect_old_qemu() -> Result<Disconnected> {
         let before = (vm.nonce()?, old);
         let hop = vm.rejuvenate_to(&cuts)?;
         if hop.text().contains(DIED) {
-            let ended = vm.wait_event("the end of QEMU", |event| event["kind"] == "qemu_exited")?;
+            let ended = vm.wait_event_json("the end of QEMU", |event| event["kind"] == "qemu_exited")?;
             assert_eq!(ended["how"], "signal 6", "{ended}");
             return Ok(Disconnected::Aborts);
         }
@@ -228,7 +228,7 @@ fn dead_qemu_is_rebooted_instead_of_replaced() -> Result<()> {
     let while_it_gives = format!("kills-{}", vm.qemu_pid()?.as_raw_nonzero());
     stand.check_reboot(&stand.impostor(&while_it_gives), "hand|resume")?;
     vm.kill_qemu()?;
-    vm.wait_event("a crash loop", |event| event["kind"] == "crash_loop")?;
+    vm.wait_event_json("a crash loop", |event| event["kind"] == "crash_loop")?;
     let refused = vm.cli_output(&["rejuvenate", vm.name()])?;
     assert!(refused.status == 1 && refused.text().contains(DIED), "{}", refused.text());
     vm.reboot()?;
@@ -253,7 +253,7 @@ fn next_hop_restores_clock_after_failed_hop() -> Result<()> {
     let vm = &stand.vm;
     let earlier = Reading::take(vm)?;
     stand.check(&stand.impostor("hangs-with-all"), "resume", "the new QEMU hangs")?;
-    let stood_s = vm.status()?["last_rejuvenation"]["pause_ms"].as_f64().expect("the hop had a pause") / 1e3;
+    let stood_s = vm.status_json()?["last_rejuvenation"]["pause_ms"].as_f64().expect("the hop had a pause") / 1e3;
     let behind_s = Reading::take(vm)?.behind_s(&earlier);
     assert!(*behind_s.end() > stood_s / 2.0, "{behind_s:?} of {stood_s}: the clock was not behind");
     for qemu in [artifacts::qemu_10()?, artifacts::installed_qemu()?, artifacts::qemu_10()?] {
@@ -275,7 +275,7 @@ fn failure_past_no_return_reboots_warm() -> Result<()> {
     let (nonce, pid) = (vm.nonce()?, vm.qemu_pid()?);
     // A keeper that starts now looks for neither QEMU.
     vm.restart_keeper()?;
-    vm.wait_running()?;
+    vm.wait_running_json()?;
     assert_eq!((vm.nonce()?, vm.qemu_pid()?), (nonce, pid), "it is the same guest");
     vm.rejuvenate()
 }

@@ -39,6 +39,6 @@ fn prepare_names_everything_the_reload_would_lose() -> Result<()> {
         refused.text()
     );
     assert!(!record.exists());
-    assert_eq!(vm.status()?["state"], "running");
+    assert_eq!(vm.status_json()?["state"], "running");
     vm.sh("dd if=/dev/urandom of=/dev/vda bs=64k count=16 conv=fsync 2>&1").map(drop)
 }

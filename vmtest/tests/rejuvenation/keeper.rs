@@ -15,7 +15,7 @@ struct Identity {
 }
 
 fn identity(vm: &TestVm) -> Result<Identity> {
-    let status = vm.wait_running()?;
+    let status = vm.wait_running_json()?;
     Ok(Identity { nonce: vm.nonce()?, qemu: status["qemu"]["pid"].clone(), keeper: status["keeper"]["pid"].clone() })
 }
 
@@ -139,7 +139,7 @@ fn keeper_takes_over_from_a_later_version() -> Result<()> {
     vm.sh("dd if=/dev/urandom of=/dev/vda bs=64k count=16 conv=fsync 2>&1")?;
     let events_text = vm.cli(&["events", vm.name()])?;
     assert!(events_text.contains("guest_teleported: event from another version of Hearth"), "{events_text}");
-    let started = vm.wait_event("the keeper's start", |event| {
+    let started = vm.wait_event_json("the keeper's start", |event| {
         event["kind"] == "started" && event["sequence"].as_u64() > Some(sequence)
     })?;
     assert_eq!(started["sequence"], sequence + 1, "the log continues after the unknown event");
@@ -185,7 +185,7 @@ fn unusable_keeper_program_leaves_machine_unchanged() -> Result<()> {
     check(&vm, Path::new("/nowhere/hearth"), "program /nowhere/hearth does not exist")?;
     check(&vm, &program("other", "echo fine"), "is not hearth: it answers \"fine\"")?;
     check(&vm, &program("older", "echo journal: version 1, I know 0 >&2; exit 1"), "journal: version 1, I know 0")?;
-    assert!(vm.events().iter().all(|event| event["kind"] != "keeper_hands_over"), "no hand-over began");
+    assert!(vm.events_json().iter().all(|event| event["kind"] != "keeper_hands_over"), "no hand-over began");
     // Both of these claim to be usable.
     let vanishes = format!("rm $0; exec {hearth} \"$@\"");
     check(&vm, &program("vanishes", &vanishes), "cannot start ")?;
@@ -235,8 +235,9 @@ fn guest_that_dies_during_upgrade_reboots_warm() -> Result<()> {
     let upgrade = vm.cli_output(&["upgrade-keeper", vm.name(), "--program", &program.display().to_string()])?;
     assert_eq!(upgrade.status, 1, "{}", upgrade.text());
     vm.wait_incarnation(2)?;
-    let started =
-        vm.wait_event("the next start", |event| event["kind"] == "incarnation_started" && event["incarnation"] == 2)?;
+    let started = vm.wait_event_json("the next start", |event| {
+        event["kind"] == "incarnation_started" && event["incarnation"] == 2
+    })?;
     assert_eq!(started["warm"], true, "{started}");
     Ok(())
 }

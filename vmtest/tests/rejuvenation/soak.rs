@@ -28,7 +28,7 @@ fn hundreds_of_hops_succeed() -> Result<()> {
         let began = Instant::now();
         let hop = vm.rejuvenate_to(&programs[number % 2])?;
         let took = began.elapsed();
-        let status = vm.status()?;
+        let status = vm.status_json()?;
         let last = &status["last_rejuvenation"];
         let mut say = |what: &str| {
             let line = format!("hop {number}: {what}, in {took:?}: {last}");
@@ -101,7 +101,7 @@ fn hundreds_of_upgrades_succeed_at_any_moment() -> Result<()> {
 fn wait_written(vm: &TestVm, before: u64) -> Result<u64> {
     let deadline = Instant::now() + patience(2);
     loop {
-        let written = vm.status()?["disks"][0]["written_bytes"].as_u64().unwrap_or_default();
+        let written = vm.status_json()?["disks"][0]["written_bytes"].as_u64().unwrap_or_default();
         if written > before || Instant::now() > deadline {
             return Ok(written);
         }

@@ -34,11 +34,11 @@ fn check_traces(linux: Linux, way: Panic) -> Result<()> {
     let (folder, _) = tools::scratch();
     let vm = guest(linux, 512, "dump+recover", folder.path())?;
     panic(&vm, way)?;
-    let done = vm.wait_event_within("the dump", patience(60), |event| event["kind"] == "dump_complete")?;
+    let done = vm.wait_event_within_json("the dump", patience(60), |event| event["kind"] == "dump_complete")?;
     vm.wait_incarnation(2)?;
     // The status shows the reason, too, without any tool.
     let reason = way.traces().log.trim_start_matches("Kernel panic - not syncing: ");
-    let status = vm.status()?;
+    let status = vm.status_json()?;
     for shown in [&status["last_recovery"]["panic"], &status["dumps"][0]["panic"]] {
         assert!(shown.as_str().is_some_and(|shown| shown.contains(reason)), "{way:?}: {status}");
     }
@@ -53,7 +53,7 @@ fn check_classes(linux: Linux, memory_mib: u64) -> Result<()> {
     let (folder, file) = tools::scratch();
     let vm = guest(linux, memory_mib, "pause", folder.path())?;
     Panic::Sysrq.start(&vm)?;
-    vm.wait_event("the panic", |event| event["kind"] == "guest_panicked")?;
+    vm.wait_event_json("the panic", |event| event["kind"] == "guest_panicked")?;
     let dump = |name: &str, options: &[&str]| -> Result<PathBuf> {
         let path = file(name);
         let path_text = path.display().to_string();
@@ -61,7 +61,7 @@ fn check_classes(linux: Linux, memory_mib: u64) -> Result<()> {
         Ok(path)
     };
     let ours = dump("lzo", &["--level", "31", "--compress", "lzo"])?;
-    let excluded = vm.status()?["dumps"].as_array().and_then(|dumps| dumps.last().cloned()).unwrap();
+    let excluded = vm.status_json()?["dumps"].as_array().and_then(|dumps| dumps.last().cloned()).unwrap();
     let as_elf = dump("elf", &["--level", "31", "--format", "elf"])?;
     // The reference is the RAM file itself with an ELF header; only its notes come from Hearth.
     let reference = file("reference");

@@ -127,7 +127,7 @@ pub struct Reads {
 
 impl Reads {
     pub fn of(vm: &TestVm) -> Result<Self> {
-        let status = vm.status()?;
+        let status = vm.status_json()?;
         let disks = 0..status["disks"].as_array().map_or(0, Vec::len);
         let sum = |key: &str| disks.clone().map(|disk| number(&status, &format!("/disks/{disk}/{key}"))).sum();
         Ok(Self { warm_bytes: sum("read_warm_bytes"), image_bytes: sum("read_image_bytes") })
@@ -150,7 +150,7 @@ pub struct Ember {
 
 impl Ember {
     pub fn of(vm: &TestVm) -> Result<Self> {
-        let status = vm.status()?;
+        let status = vm.status_json()?;
         let count = |key: &str| number(&status, &format!("/ember/{key}"));
         Ok(Self {
             kept: count("pages_kept"),

@@ -95,11 +95,11 @@ fn is_warm_after(vm: &TestVm, end: End, incarnation: u64, first: Reads) -> Resul
 
 /// Asserts that `hearth explain` lists the recovery's phases.
 fn is_explained(vm: &TestVm, end: End, incarnation: u64) -> Result<()> {
-    vm.wait_event("the end of settling", |event| {
+    vm.wait_event_json("the end of settling", |event| {
         event["kind"] == "ember_settled" && event["incarnation"] == incarnation
     })?;
-    assert_eq!(vm.status()?["cause_of_last_end"], end.cause);
-    let explained = vm.explain()?;
+    assert_eq!(vm.status_json()?["cause_of_last_end"], end.cause);
+    let explained = vm.explain_json()?;
     let recovery = &explained["recovery"];
     assert_eq!((&recovery["warm"], &recovery["cause"]), (&Value::from(true), &Value::from(end.cause)), "{explained}");
     assert_eq!(recovery["incarnation"], incarnation);
@@ -115,7 +115,7 @@ fn is_explained(vm: &TestVm, end: End, incarnation: u64) -> Result<()> {
 fn a_cold_reboot_serves_nothing_from_memory() -> Result<()> {
     let vm = ext4("cold").boot()?;
     is_cold_after(&vm, TestVm::reboot_cold)?;
-    assert_eq!(vm.explain()?["recovery"]["why_cold"], "requested by the operator");
+    assert_eq!(vm.explain_json()?["recovery"]["why_cold"], "requested by the operator");
     Ok(())
 }
 
@@ -123,7 +123,7 @@ fn a_cold_reboot_serves_nothing_from_memory() -> Result<()> {
 fn without_an_ember_nothing_is_served_from_memory() -> Result<()> {
     let vm = ext4("off").without_ember().boot()?;
     is_cold_after(&vm, TestVm::kill_qemu)?;
-    assert_eq!(vm.explain()?["recovery"]["why_cold"], "ember = \"off\"");
+    assert_eq!(vm.explain_json()?["recovery"]["why_cold"], "ember = \"off\"");
     Ok(())
 }
 
@@ -136,7 +136,7 @@ fn is_cold_after(vm: &TestVm, way: Way) -> Result<()> {
     assert!(again.warm_bytes == 0 && again.image_bytes >= SHELF.bytes(), "{again:?}");
     let ember = Ember::of(vm)?;
     assert_eq!((ember.kept, ember.served), (0, 0));
-    assert_eq!(vm.explain()?["recovery"]["warm"], false);
+    assert_eq!(vm.explain_json()?["recovery"]["warm"], false);
     Ok(())
 }
 
@@ -148,7 +148,7 @@ fn crashes_during_boot_leave_the_older_ember() -> Result<()> {
     let before = Reads::of(&vm)?;
     vm.kill_qemu()?;
     for incarnation in [2, 3] {
-        vm.wait_event("the next incarnation", |event| {
+        vm.wait_event_json("the next incarnation", |event| {
             event["kind"] == "incarnation_started" && event["incarnation"] == incarnation
         })?;
         vm.kill_qemu()?;
