@@ -12,23 +12,17 @@ use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 
+use hearth_api::{DiskSize, DiskStatus};
 use hearth_vmtest::images::File;
-use hearth_vmtest::{Disk, Drives, PlainVm, Result, TestVm, artifacts, pattern};
-use serde_json::Value;
+use hearth_vmtest::{Disk, Drives, PlainVm, Result, TestVm, artifacts, event, pattern};
 
 #[path = "disk/full.rs"]
 mod full;
 #[path = "disk/write_cache.rs"]
 mod write_cache;
 
-/// A number of a disk in `hearth status`.
-fn count(vm: &TestVm, disk: usize, key: &str) -> Result<u64> {
-    let status = vm.status_json()?;
-    Ok(status["disks"][disk][key].as_u64().unwrap_or_else(|| panic!("no {key} in {status}")))
-}
-
-fn text(vm: &TestVm, disk: usize, key: &str) -> Result<String> {
-    Ok(vm.status_json()?["disks"][disk][key].as_str().unwrap_or_default().to_owned())
+fn disk_status(vm: &TestVm, disk: usize) -> Result<DiskStatus> {
+    Ok(vm.status()?.disks.swap_remove(disk))
 }
 
 /// Storage that the image occupies on the host.
@@ -73,7 +67,7 @@ fn unflushed_qcow2_write_survives_the_keeper() -> Result<()> {
     assert_ne!(written.trim(), sum(&fs::read(&base).expect("the image")));
     vm.kill_keeper()?;
     vm.restart_keeper()?;
-    vm.wait_event_json("take-over", |event| event["kind"] == "keeper_took_over")?;
+    vm.wait_event("take-over", event!(KeeperTookOver))?;
     assert_eq!(vm.sh(read)?, written);
     assert_eq!(vm.stop()?.code(), Some(0));
     tool("qemu-img", &["check", "-q", overlay.to_str().expect("ours")]);
@@ -111,19 +105,19 @@ fn guest_sees_formats_settings_and_counters() -> Result<()> {
     assert_eq!(vm.sh("cat /sys/block/vdc/ro")?, "1\n");
     vm.sh("mkdir -p /a /c /d && mount -o ro,noload /dev/vdc /c && probe verify /c/kept.bin 3")?;
     assert_ne!(vm.run("dd if=/dev/zero of=/dev/vdc bs=4k count=1")?.status, 0);
-    assert_eq!(count(&vm, 2, "writes")?, 0);
+    assert_eq!(disk_status(&vm, 2)?.writes, 0);
 
     // A limit makes requests wait, and all bytes are counted.
     vm.sh("mount /dev/vdd /d && probe verify /d/slow.bin 9")?;
-    assert!(count(&vm, 3, "read_image_bytes")? >= 8 * MIB as u64);
-    assert!(count(&vm, 3, "throttled_ms")? > 0);
-    assert_eq!(count(&vm, 0, "throttled_ms")?, 0);
+    assert!(disk_status(&vm, 3)?.read_image_bytes >= 8 * MIB as u64);
+    assert!(disk_status(&vm, 3)?.throttled_ms > 0);
+    assert_eq!(disk_status(&vm, 0)?.throttled_ms, 0);
 
     // Each fsync of the guest arrives as a flush.
     vm.sh("mount /dev/vda /a && probe fill /a/first 3000000 1")?;
-    let before = count(&vm, 0, "flushes")?;
+    let before = disk_status(&vm, 0)?.flushes;
     vm.sh("for i in 1 2 3; do dd if=/dev/urandom of=/a/note bs=4k count=1 conv=fsync; done")?;
-    assert!(count(&vm, 0, "flushes")? >= before + 3);
+    assert!(disk_status(&vm, 0)?.flushes >= before + 3);
 
     // The guest switches its write cache, and still reads all its data after that.
     assert_eq!(vm.sh("cat /sys/block/vda/queue/write_cache")?, "write back\n");
@@ -136,8 +130,8 @@ fn guest_sees_formats_settings_and_counters() -> Result<()> {
     vm.sh("probe fill /a/both 8000000 11 & probe fill /d/both 4000000 12 & wait; sync; probe drop-caches")?;
     vm.sh("(probe verify /a/both 11 || echo bad >/run/bad) & (probe verify /d/both 12 || echo bad >/run/bad) & wait; [ ! -e /run/bad ]")?;
     for disk in 0..4 {
-        let (errors, bad) = (count(&vm, disk, "io_errors")?, count(&vm, disk, "bad_requests")?);
-        assert_eq!((errors, bad), (0, 0), "disk {disk}");
+        let status = disk_status(&vm, disk)?;
+        assert_eq!((status.io_errors, status.bad_requests), (0, 0), "disk {disk}");
     }
 
     vm.sh("umount /a /c /d; sync")?;
@@ -177,18 +171,18 @@ fn discards_and_zeroes_reach_the_image() -> Result<()> {
     // mke2fs zeroes its inode tables with WRITE_ZEROES, which carries no data. tmpfs lacks it, so the server falls back.
     for (disk, device) in [(0, "vda"), (1, "vdb")] {
         vm.sh(&format!("yes x | dd of=/dev/{device} bs=1M count=32 iflag=fullblock oflag=direct"))?;
-        let (before, written) = (count(&vm, disk, "discards")?, count(&vm, disk, "written_bytes")?);
+        let (before, written) = (disk_status(&vm, disk)?.discards, disk_status(&vm, disk)?.written_bytes);
         vm.sh(&format!("mkfs.ext4 -q -F -N 65536 -E nodiscard,lazy_itable_init=0 /dev/{device}"))?;
-        assert!(count(&vm, disk, "discards")? > before, "{device}: no WRITE_ZEROES arrived");
+        assert!(disk_status(&vm, disk)?.discards > before, "{device}: no WRITE_ZEROES arrived");
         assert!(
-            count(&vm, disk, "written_bytes")? - written < 8 << 20,
+            disk_status(&vm, disk)?.written_bytes - written < 8 << 20,
             "{device}: 16 MiB of inode tables were written"
         );
         vm.sh(&format!("mkdir -p /{device} && mount /dev/{device} /{device} && probe fill /{device}/a 1000000 1"))?;
         vm.sh(&format!("umount /{device} && e2fsck -fn /dev/{device}"))?;
     }
-    assert!(text(&vm, 1, "engine")?.contains("page cache"), "{}", text(&vm, 1, "engine")?);
-    assert!(text(&vm, 0, "engine")?.contains("O_DIRECT"), "{}", text(&vm, 0, "engine")?);
+    assert!(disk_status(&vm, 1)?.engine.contains("page cache"), "{}", disk_status(&vm, 1)?.engine);
+    assert!(disk_status(&vm, 0)?.engine.contains("O_DIRECT"), "{}", disk_status(&vm, 0)?.engine);
 
     // fstrim discards what the file system does not use.
     vm.sh("mkdir -p /f && mount /dev/vdc /f && probe fill /f/large 30000000 1 && sync")?;
@@ -196,7 +190,7 @@ fn discards_and_zeroes_reach_the_image() -> Result<()> {
     vm.sh("rm /f/large && sync && fstrim /f")?;
     assert!(held_bytes(&fs_image) + (24 << 20) < filled, "{filled} before, {} after", held_bytes(&fs_image));
     for disk in 0..3 {
-        assert_eq!(count(&vm, disk, "io_errors")?, 0, "disk {disk}");
+        assert_eq!(disk_status(&vm, disk)?.io_errors, 0, "disk {disk}");
     }
     Ok(())
 }
@@ -208,14 +202,14 @@ fn image_grows_under_a_running_guest() -> Result<()> {
     fs::OpenOptions::new().write(true).open(&images[1]).and_then(|file| file.set_len(48 << 20)).expect("the image");
     assert_eq!(vm.sh("blockdev --getsize64 /dev/vdb")?.trim(), (32 << 20).to_string(), "there was no resize yet");
     let told = vm.cli(&["resize", "grow", "data", "--json"])?;
-    assert_eq!(serde_json::from_str::<Value>(&told).expect("JSON")["bytes"], 48 << 20);
+    assert_eq!(serde_json::from_str::<DiskSize>(&told).expect("JSON").bytes, 48 << 20);
     vm.sh("while [ $(blockdev --getsize64 /dev/vdb) -ne 50331648 ]; do usleep 20000; done")?;
     vm.sh("tr '\\0' y </dev/zero | dd of=/dev/vdb bs=1M seek=40 count=8 iflag=fullblock oflag=direct")?;
     let mut tail = [0; 4096];
     fs::File::open(&images[1]).and_then(|file| file.read_exact_at(&mut tail, (48 << 20) - 4096)).expect("the image");
     assert_eq!(tail, [b'y'; 4096]);
-    assert_eq!(count(&vm, 1, "bytes")?, 48 << 20);
-    vm.wait_event_json("resize", |event| event["kind"] == "disk_resized" && event["disk"] == "data")?;
+    assert_eq!(disk_status(&vm, 1)?.bytes, 48 << 20);
+    vm.wait_event("resize", event!(DiskResized { disk, .. } if disk == "data"))?;
     // The other disk is unchanged, and the next incarnation sees the same sizes.
     assert_eq!(vm.sh("blockdev --getsize64 /dev/vda")?.trim(), (16 << 20).to_string());
     vm.reset()?;

@@ -4,9 +4,10 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
-use hearth_vmtest::{Disk, Drives, Result, TestVm};
+use hearth_api::EventRecord;
+use hearth_vmtest::{Disk, Drives, Result, TestVm, event};
 
-use super::MIB;
+use super::{MIB, disk_status};
 
 /// A small tmpfs. Dropping it unmounts it.
 struct Small(tempfile::TempDir);
@@ -55,23 +56,22 @@ fn full_file_system_makes_the_guest_wait() -> Result<()> {
     let image = small.image(32 * MIB as u64);
     let vm = TestVm::busybox("full").disk(Disk::in_place(&image).setting("name", "data")).boot()?;
     let write = vm.guest().start("yes hearth | dd of=/dev/vda bs=64k count=256 iflag=fullblock oflag=direct")?;
-    let is_full = |event: &serde_json::Value| event["kind"] == "disk_full" && event["disk"] == "data";
-    let full = vm.wait_event_json("a full disk", is_full)?;
-    assert_eq!(full["folder"].as_str(), small.path().to_str());
-    assert_ne!(vm.status_json()?["disks"][0]["waiting_for_space"], 0);
+    let is_full =
+        event!(|event| DiskFull { disk, folder, .. } if disk == "data" => (PathBuf::from(folder), event.sequence));
+    let (folder, since) = vm.wait_event("a full disk", is_full)?;
+    assert_eq!(folder, small.path());
+    assert_ne!(disk_status(&vm, 0)?.waiting_for_space, 0);
     let refused = vm.cli_output(&["save", "full", "-o", "/nowhere"])?.text();
     assert!(refused.contains("cannot save: requests to disk data are waiting for space in"), "{refused}");
 
     // The next keeper inherits the waiting request.
-    let since = full["sequence"].as_u64();
     vm.kill_keeper()?;
     vm.restart_keeper()?;
-    vm.wait_event_json("a full disk under the next keeper", |event| {
-        is_full(event) && event["sequence"].as_u64() > since
-    })?;
+    let again = |event: &EventRecord| is_full(event).filter(|(_, sequence)| *sequence > since);
+    vm.wait_event("a full disk under the next keeper", again)?;
 
     small.grow(64);
-    vm.wait_event_json("space again", |event| event["kind"] == "disk_space_again" && event["disk"] == "data")?;
+    vm.wait_event("space again", event!(DiskSpaceAgain { disk, .. } if disk == "data"))?;
     let written = std::iter::repeat_with(|| vm.guest().take_answer(write)).take(120).flatten().next();
     assert_eq!(written.expect("the guest's command ends").status, 0);
     vm.has_no_disk_errors()?;
@@ -88,14 +88,13 @@ fn machine_with_full_disk_can_be_stopped() -> Result<()> {
     let image = small.image(32 * MIB as u64);
     let vm = TestVm::busybox("filled").disk(Disk::in_place(&image)).boot()?;
     vm.sh(FILL)?;
-    vm.wait_event_within_json("a full disk", Duration::from_secs(120), |event| event["kind"] == "disk_full")?;
+    vm.wait_event_within("a full disk", Duration::from_secs(120), event!(DiskFull))?;
     // QEMU stops the queues of a panicked guest, but not of one whose power is cut.
     vm.panic()?;
     vm.wait_incarnation(2)?;
     vm.sh(FILL)?;
-    vm.wait_event_within_json("a full disk again", Duration::from_secs(120), |event| {
-        event["kind"] == "disk_full" && event["incarnation"] == 2
-    })?;
+    let again = event!(|event| DiskFull if event.incarnation == 2);
+    vm.wait_event_within("a full disk again", Duration::from_secs(120), again)?;
     assert_eq!(vm.stop_at_once()?.code(), Some(0));
     Ok(())
 }

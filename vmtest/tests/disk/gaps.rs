@@ -8,11 +8,11 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Instant;
 
-use hearth_vmtest::{Disk, Drives, LoopDevice, Result, TestVm, TestVmBuilder, patience, pattern, processes};
-use serde_json::Value;
+use hearth_api::MachineState;
+use hearth_vmtest::{Disk, Drives, LoopDevice, Result, TestVm, TestVmBuilder, event, patience, pattern, processes};
 use toml::Table;
 
-use super::{MIB, count, fill, tool};
+use super::{MIB, disk_status, fill, tool};
 
 /// A change to a disk's image from outside.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -132,23 +132,19 @@ fn guest_sums(vm: &TestVm, images: &Images) -> Result<Vec<String>> {
 fn check(vm: &TestVm, images: &Images, changes: &[Change]) -> Result<()> {
     let sums = guest_sums(vm, images)?;
     for place in images.places() {
-        assert_eq!(sums[place], images.sum(place), "{:?} of disk {place}: {:#?}", CHANGES[place], vm.events_json());
+        assert_eq!(sums[place], images.sum(place), "{:?} of disk {place}: {:#?}", CHANGES[place], vm.events());
     }
-    let warm_bytes = count(vm, 0, "read_warm_bytes")?;
+    let warm_bytes = disk_status(vm, 0)?.read_warm_bytes;
     assert!(warm_bytes >= MIB as u64 * 9 / 10, "the unchanged disk must be read from memory: {warm_bytes}");
-    let forgotten: BTreeSet<String> = forgotten(vm).into_iter().map(|event| text(&event["disk"])).collect();
     let changed =
         images.places().filter(|place| CHANGES[*place] != Change::Nothing && changes.contains(&CHANGES[*place]));
-    assert_eq!(forgotten, changed.map(|place| format!("disk{place}")).collect(), "{:#?}", vm.events_json());
+    assert_eq!(forgotten(vm), changed.map(|place| format!("disk{place}")).collect(), "{:#?}", vm.events());
     Ok(())
 }
 
-fn text(value: &Value) -> String {
-    value.as_str().unwrap_or_default().to_owned()
-}
-
-fn forgotten(vm: &TestVm) -> Vec<Value> {
-    vm.events_json().into_iter().filter(|event| event["kind"] == "disk_forgotten").collect()
+/// The disks that lost their memory.
+fn forgotten(vm: &TestVm) -> BTreeSet<String> {
+    vm.events().iter().filter_map(event!(DiskForgotten { disk, .. } => disk)).collect()
 }
 
 fn machine(name: &str) -> TestVmBuilder {
@@ -172,7 +168,7 @@ fn images_changed_in_a_crash_loop_are_reread() -> Result<()> {
     vm.wait_incarnation(2)?;
     guest_sums(&vm, &images)?;
     vm.kill_qemu()?;
-    vm.wait_event_json("a crash loop", |event| event["kind"] == "crash_loop")?;
+    vm.wait_event("a crash loop", event!(CrashLoop))?;
     images.places().for_each(|place| images.change(place));
     vm.reboot()?;
     vm.wait_incarnation(3)?;
@@ -190,7 +186,7 @@ fn images_changed_under_a_paused_guest_are_reread() -> Result<()> {
     let vm = images.attach(machine("gap-pause")).setting("on_panic", "pause").boot()?;
     guest_sums(&vm, &images)?;
     vm.panic()?;
-    vm.wait_event_json("pause", |event| event["kind"] == "state_changed" && event["to"] == "paused")?;
+    vm.wait_event("pause", event!(StateChanged { to: MachineState::Paused, .. }))?;
     images.places().for_each(|place| images.change(place));
     vm.reboot()?;
     vm.wait_incarnation(2)?;
@@ -223,8 +219,8 @@ fn images_changed_under_a_living_qemu_are_reread() -> Result<()> {
     fs::rename(&aside, &image).expect("our own image");
 
     vm.restart_keeper()?;
-    vm.wait_event_json("take-over", |event| event["kind"] == "keeper_took_over")?;
-    vm.wait_running_json()?;
+    vm.wait_event("take-over", event!(KeeperTookOver))?;
+    vm.wait_running()?;
     assert_eq!(vm.nonce()?, nonce, "it is the same guest");
     vm.reboot_forced()?;
     vm.wait_incarnation(2)?;
@@ -251,14 +247,14 @@ fn replaced_qemu_or_keeper_leaves_no_gap() -> Result<()> {
     guest_sums(&vm, &images)?;
     vm.rejuvenate()?;
     vm.cli(&["upgrade-keeper", vm.name()])?;
-    vm.wait_event_json("take-over", |event| event["kind"] == "keeper_took_over")?;
-    vm.wait_running_json()?;
-    assert_eq!(forgotten(&vm), [] as [Value; 0]);
+    vm.wait_event("take-over", event!(KeeperTookOver))?;
+    vm.wait_running()?;
+    assert_eq!(forgotten(&vm), BTreeSet::new());
     vm.kill_keeper()?;
     let said = TestVm::busybox("gap-none-other").disk(images.disk(1)).check()?;
     assert!(said.status != 0 && said.text().contains("is in use by process"), "{}", said.text());
     vm.restart_keeper()?;
-    vm.wait_running_json()?;
+    vm.wait_running()?;
     vm.reboot_forced()?;
     vm.wait_incarnation(2)?;
     check(&vm, &images, &[Change::EditDevice])
@@ -290,8 +286,8 @@ fn images_changed_under_a_parked_guest_are_reread() -> Result<()> {
     assert!(vm.wait_keeper_end()?.success());
     images.places().for_each(|place| images.change(place));
     vm.restart_keeper()?;
-    let lost = vm.wait_event_json("a lost parked guest", |event| event["kind"] == "parked_lost")?;
-    assert!(text(&lost["why"]).contains("was changed since"), "{lost}");
+    let why = vm.wait_event("a lost parked guest", event!(ParkedLost { why } => why))?;
+    assert!(why.contains("was changed since"), "{why}");
     vm.wait_incarnation(2)?;
     check(&vm, &images, &CHANGES)
 }

@@ -35,7 +35,7 @@ fn is_durable(vm: &TestVm, image: &Path, cluster: u64) -> Result<bool> {
 }
 
 fn image_of(vm: &TestVm) -> Result<PathBuf> {
-    Ok(vm.status_json()?["disks"][0]["path"].as_str().expect("a path").into())
+    Ok(super::disk_status(vm, 0)?.path.into())
 }
 
 fn host_reload(vm: &TestVm, verb: &str, options: &[&str]) -> Result<()> {
@@ -58,24 +58,24 @@ fn write_cache_stays_off_in_every_qemu() -> Result<()> {
 
     for (drill, cluster) in [("commit", 4), ("resume", 5)] {
         vm.restart_keeper_with(&[("HEARTH_DRILL_DIE_AFTER", drill)])?;
-        vm.wait_running_json()?;
+        vm.wait_running()?;
         vm.cli_output(&["rejuvenate", vm.name()])?;
         vm.wait_keeper_end()?;
         vm.restart_keeper()?;
-        vm.wait_running_json()?;
+        vm.wait_running()?;
         assert!(is_durable(&vm, &image, cluster)?, "after a hop whose keeper died: {drill}");
     }
 
     host_reload(&vm, "prepare", &["--drill"])?;
     vm.wait_keeper_end()?;
     host_reload(&vm, "resume", &[])?;
-    vm.wait_running_json()?;
+    vm.wait_running()?;
     assert!(is_durable(&vm, &image, 6)?, "after parking");
 
     let snapshot = vm.folder().join("snapshot");
     vm.save(&snapshot)?;
     let clone = vm.restore(&snapshot, "copy", &[])?;
-    clone.wait_running_json()?;
+    clone.wait_running()?;
     assert!(is_durable(&clone, &image_of(&clone)?, 7)?, "in a restored guest");
     for vm in [&vm, &clone] {
         assert_eq!(vm.nonce()?, nonce, "it is the same guest");
