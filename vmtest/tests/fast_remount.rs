@@ -21,7 +21,8 @@ mod strangers;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::time::Instant;
 
-use hearth_vmtest::{Disk, Drives, Result, START_AGENT, TestVm, TestVmBuilder, Volumes, patience, web};
+use hearth_api::{RemountLater, RemountPlan, RemountVolume};
+use hearth_vmtest::{Disk, Drives, Result, START_AGENT, TestVm, TestVmBuilder, Volumes, event, patience, web};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 use toml::Table;
@@ -45,21 +46,11 @@ fn machine(name: &str, volumes: &Volumes) -> TestVmBuilder {
     volumes.copies().into_iter().fold(builder, TestVmBuilder::disk)
 }
 
-fn plan(vm: &TestVm) -> Result<Value> {
-    let text = vm.cli(&["remount-plan", vm.name(), "--json"])?;
-    Ok(serde_json::from_str(&text).unwrap_or_else(|error| panic!("{error} in {text}")))
-}
-
-#[track_caller]
-fn number(plan: &Value, key: &str) -> u64 {
-    plan.pointer(key).and_then(Value::as_u64).unwrap_or_else(|| panic!("no {key} in {plan}"))
-}
-
 /// Ends the boot with `hearth ready`, and returns the plan.
-fn ready(vm: &TestVm) -> Result<Value> {
+fn ready(vm: &TestVm) -> Result<RemountPlan> {
     vm.cli(&["ready", vm.name()])?;
-    let plan = plan(vm)?;
-    assert_eq!(plan["ready"], true, "{plan}");
+    let plan = vm.remount_plan()?;
+    assert!(plan.ready, "{plan:?}");
     Ok(plan)
 }
 
@@ -69,9 +60,9 @@ fn every_volume_comes_back_from_memory() -> Result<()> {
     let vm = machine("volumes", &volumes).boot()?;
     volumes.mount(&vm)?;
     let first = ready(&vm)?;
-    assert!(number(&first, "/disks/0/misses") >= 24 * 4, "a cold boot reads from the image: {first}");
+    assert!(first.disks[0].misses >= 24 * 4, "a cold boot reads from the image: {first:?}");
     // Blocks that are being written at this moment are not held.
-    assert!(number(&first, "/held_blocks") >= number(&first, "/blocks") * 9 / 10, "{first}");
+    assert!(first.held_blocks >= first.blocks * 9 / 10, "{first:?}");
     volumes.append(&vm, "one")?;
     vm.panic()?;
 
@@ -80,7 +71,7 @@ fn every_volume_comes_back_from_memory() -> Result<()> {
     volumes.mount(&vm)?;
     assert_eq!(volumes.read(&vm)?, volumes.expected(&["one"]));
     let second = ready(&vm)?;
-    assert!(number(&second, "/disks/0/hits") >= number(&first, "/held_blocks") * 9 / 10, "{first} {second}");
+    assert!(second.disks[0].hits >= first.held_blocks * 9 / 10, "{first:?} {second:?}");
     volumes.append(&vm, "two")?;
     vm.panic()?;
 
@@ -89,32 +80,34 @@ fn every_volume_comes_back_from_memory() -> Result<()> {
     volumes.mount(&vm)?;
     assert_eq!(volumes.read(&vm)?, volumes.expected(&["one", "two"]));
     let third = ready(&vm)?;
-    assert!(third["hit_pct"].as_f64() >= Some(99.0), "{second} {third}");
+    assert!(third.hit_pct >= Some(99.0), "{second:?} {third:?}");
     compare_volumes(&vm, &third)?;
-    let memory = &vm.status_json()?["memory"];
-    assert!(number(memory, "/boot_set_bytes") > 0 && number(memory, "/boot_set_bytes") <= 32 << 20, "{memory}");
-    assert!(number(memory, "/peak_bytes") <= number(memory, "/budget_bytes"), "{memory}");
+    let memory = vm.status()?.memory;
+    assert!(memory.boot_set_bytes > 0 && memory.boot_set_bytes <= 32 << 20, "{memory:?}");
+    assert!(memory.peak_bytes <= memory.budget_bytes, "{memory:?}");
 
     // Reads past the guest's own cache return what was on the disk all the time.
     vm.sh("echo 3 >/proc/sys/vm/drop_caches")?;
     assert_eq!(volumes.read(&vm)?, volumes.expected(&["one", "two"]));
-    compare_late_reads(&plan(&vm)?);
+    compare_late_reads(&vm.remount_plan()?);
     volumes.unmount_and_check(&vm)
 }
 
 /// Reads after ready are counted by volume, too.
-fn compare_late_reads(plan: &Value) {
-    let volumes = plan["volumes"].as_array().expect("a plan has volumes");
-    for who in ["hits", "ember_hits", "misses"] {
-        let volumes_sum: u64 = volumes.iter().map(|volume| number(volume, &format!("/later/{who}"))).sum();
-        assert_eq!(volumes_sum, number(plan, &format!("/later/{who}")), "{who}: {plan}");
-    }
-    let is_read = |volume: &&Value| ["hits", "ember_hits", "misses"].iter().any(|who| volume["later"][who] != 0);
-    assert!(volumes.iter().filter(is_read).count() >= 24, "each volume was read: {plan}");
+fn compare_late_reads(plan: &RemountPlan) {
+    let sum = |count: fn(&RemountLater) -> u64| plan.volumes.iter().map(|volume| count(&volume.later)).sum();
+    let later = RemountLater {
+        hits: sum(|later| later.hits),
+        ember_hits: sum(|later| later.ember_hits),
+        misses: sum(|later| later.misses),
+    };
+    assert_eq!(later, plan.later, "{plan:?}");
+    let read = plan.volumes.iter().filter(|volume| volume.later != RemountLater::default());
+    assert!(read.count() >= 24, "each volume was read: {plan:?}");
 }
 
 /// The plan's partitions are those that the guest's kernel found, and every read is in one of them or outside of all.
-fn compare_volumes(vm: &TestVm, plan: &Value) -> Result<()> {
+fn compare_volumes(vm: &TestVm, plan: &RemountPlan) -> Result<()> {
     let said =
         vm.sh("for p in /sys/block/vda/vda*; do cat $p/partition $p/start $p/size | tr '\\n' ' '; echo; done")?;
     let numbers =
@@ -122,28 +115,20 @@ fn compare_volumes(vm: &TestVm, plan: &Value) -> Result<()> {
     // Linux counts the extended partition, which holds the others, as one.
     let mut found: Vec<_> = said.lines().map(numbers).filter(|numbers| numbers[0] >= 5).collect();
     found.sort_unstable();
-    let volumes = plan["volumes"].as_array().expect("a plan has volumes");
-    let of = |volume: &Value, key: &str| volume[key].as_u64().unwrap_or_else(|| panic!("no {key} in {volume}"));
-    let partitions = volumes.iter().filter(|volume| volume["partition"].is_u64());
-    let mut planned: Vec<_> = partitions
-        .map(|volume| vec![of(volume, "partition"), of(volume, "offset") / 512, of(volume, "bytes") / 512])
-        .collect();
+    let volume =
+        |volume: &RemountVolume| Some(vec![u64::from(volume.partition?), volume.offset / 512, volume.bytes / 512]);
+    let mut planned: Vec<_> = plan.volumes.iter().filter_map(volume).collect();
     planned.sort_unstable();
     assert_eq!(planned, found);
-    let sum = |key: &str| volumes.iter().map(|volume| of(volume, key)).sum::<u64>();
-    let all = [sum("blocks"), sum("hits"), sum("misses")];
-    let hits = number(plan, "/disks/0/hits") + number(plan, "/disks/0/ember_hits");
-    assert_eq!(all, [number(plan, "/blocks"), hits, number(plan, "/disks/0/misses")], "{plan}");
-    let reads = plan["reads"].as_array().expect("a plan says what will be read");
-    let bytes_of = |held: bool| reads.iter().filter(|run| run["held"] == held).map(|run| of(run, "bytes")).sum::<u64>();
-    let (blocks, held) = (number(plan, "/blocks"), number(plan, "/held_blocks"));
-    assert_eq!([bytes_of(true), bytes_of(false)], [held * 4096, (blocks - held) * 4096], "{plan}");
-    let first = &reads[0];
-    assert_eq!(
-        (&first["disk"], &first["offset"], &first["held"]),
-        (&"disk0".into(), &0.into(), &true.into()),
-        "the table comes first"
-    );
+    let sum = |count: fn(&RemountVolume) -> u64| plan.volumes.iter().map(count).sum::<u64>();
+    let all = [sum(|volume| volume.blocks), sum(|volume| volume.hits), sum(|volume| volume.misses)];
+    let disk = &plan.disks[0];
+    assert_eq!(all, [plan.blocks, disk.hits + disk.ember_hits, disk.misses], "{plan:?}");
+    let bytes_of = |held: bool| plan.reads.iter().filter(|run| run.held == held).map(|run| run.bytes).sum::<u64>();
+    let (blocks, held) = (plan.blocks, plan.held_blocks);
+    assert_eq!([bytes_of(true), bytes_of(false)], [held * 4096, (blocks - held) * 4096], "{plan:?}");
+    let first = &plan.reads[0];
+    assert_eq!((first.disk.as_str(), first.offset, first.held), ("disk0", 0, true), "the table comes first");
     Ok(())
 }
 
@@ -155,7 +140,7 @@ fn boot_set_survives_unless_the_image_changed() -> Result<()> {
     volumes.append(&vm, "one")?;
     vm.sh("umount /v/*")?;
     ready(&vm)?;
-    let held = number(&plan(&vm)?, "/held_blocks");
+    let held = vm.remount_plan()?.held_blocks;
     end_all(&vm)?;
     vm.restart_keeper()?;
     vm.wait_incarnation(2)?;
@@ -163,8 +148,8 @@ fn boot_set_survives_unless_the_image_changed() -> Result<()> {
     assert_eq!(volumes.read(&vm)?, volumes.expected(&["one"]));
     vm.sh("umount /v/*")?;
     let again = ready(&vm)?;
-    assert!(held > 0 && number(&again, "/disks/0/hits") >= held / 2, "{held} blocks were held: {again}");
-    assert!(dropped(&vm).is_none(), "{:#?}", vm.events_json());
+    assert!(held > 0 && again.disks[0].hits >= held / 2, "{held} blocks were held: {again:?}");
+    assert!(dropped(&vm).is_none(), "{:#?}", vm.events());
 
     // Another program writes to the unguarded image, into the gap between two partitions, which no file system reads.
     end_all(&vm)?;
@@ -177,8 +162,8 @@ fn boot_set_survives_unless_the_image_changed() -> Result<()> {
     volumes.mount(&vm)?;
     assert_eq!(volumes.read(&vm)?, volumes.expected(&["one"]));
     let third = ready(&vm)?;
-    let missed = third["missed"].as_array().is_some_and(|runs| runs.iter().any(|run| run["offset"] == 0));
-    assert!(missed, "the partition table was read from the image: {third}");
+    let missed = third.missed.iter().any(|run| run.offset == 0);
+    assert!(missed, "the partition table was read from the image: {third:?}");
     volumes.unmount_and_check(&vm)
 }
 
@@ -186,7 +171,7 @@ fn boot_set_survives_unless_the_image_changed() -> Result<()> {
 fn smaller_limit_drops_only_what_does_not_fit() -> Result<()> {
     let volumes = Volumes::make(4)?;
     let vm = machine("limit", &volumes).boot()?;
-    let give = |old: &str, new: &str| -> Result<Value> {
+    let give = |old: &str, new: &str| -> Result<RemountPlan> {
         wait_noted(&vm);
         vm.kill_keeper()?;
         let file = vm.folder().join("machine.toml");
@@ -194,32 +179,31 @@ fn smaller_limit_drops_only_what_does_not_fit() -> Result<()> {
         assert!(text.contains(old), "{text}");
         std::fs::write(&file, text.replace(old, new)).expect("our own file");
         vm.restart_keeper()?;
-        vm.wait_running_json()?;
-        plan(&vm)
+        vm.wait_running()?;
+        vm.remount_plan()
     };
-    let reduced = || vm.events_json().into_iter().find(|event| event["kind"] == "boot_set_reduced");
+    let reduced = || vm.events().iter().find_map(event!(BootSetReduced { left_out } => left_out));
     volumes.mount(&vm)?;
     volumes.append(&vm, "one")?;
     vm.sh("umount /v/*")?;
     let first = ready(&vm)?;
-    let held = number(&first, "/held_blocks");
+    let held = first.held_blocks;
     let larger = give("32MiB", "48MiB")?;
-    assert_eq!((number(&larger, "/limit_bytes"), reduced()), (48 << 20, None));
-    assert!(held > 0 && number(&larger, "/held_blocks") >= held, "{first} {larger}");
+    assert_eq!((larger.limit_bytes, reduced()), (48 << 20, None));
+    assert!(held > 0 && larger.held_blocks >= held, "{first:?} {larger:?}");
 
     let smaller = give("48MiB", "128KiB")?;
-    let event = reduced().expect("an event counts the blocks that do not fit");
-    assert!(event["left_out"].as_u64() > Some(0), "{event}");
-    let kept = number(&smaller, "/held_blocks");
-    assert!(kept > 0 && kept < held && number(&smaller, "/resident_bytes") <= 128 << 10, "{smaller}");
-    assert!(smaller["expected_hit_pct"].as_f64() < Some(100.0), "the plan counts the blocks left out: {smaller}");
+    assert!(reduced().expect("an event counts the blocks that do not fit") > 0);
+    let kept = smaller.held_blocks;
+    assert!(kept > 0 && kept < held && smaller.resident_bytes <= 128 << 10, "{smaller:?}");
+    assert!(smaller.expected_hit_pct < Some(100.0), "the plan counts the blocks left out: {smaller:?}");
     vm.panic()?;
     vm.wait_incarnation(2)?;
     volumes.mount(&vm)?;
     assert_eq!(volumes.read(&vm)?, volumes.expected(&["one"]));
     let second = ready(&vm)?;
-    assert!(number(&second, "/disks/0/hits") >= kept / 2, "{smaller} {second}");
-    assert!(dropped(&vm).is_none(), "{:#?}", vm.events_json());
+    assert!(second.disks[0].hits >= kept / 2, "{smaller:?} {second:?}");
+    assert!(dropped(&vm).is_none(), "{:#?}", vm.events());
     volumes.unmount_and_check(&vm)
 }
 
@@ -235,22 +219,22 @@ fn open_port_ends_boot_stop_saves_boot_set() -> Result<()> {
     let vm = builder.setting("remount", kept).boot()?;
     volumes.mount(&vm)?;
     volumes.append(&vm, "one")?;
-    assert_eq!(plan(&vm)?["ready"], false, "nothing answers at the port");
+    assert!(!vm.remount_plan()?.ready, "nothing answers at the port");
     vm.sh("net-up")?;
     web::serve(&vm, "up")?;
-    vm.wait_event_json("readiness by port", |event| event["kind"] == "ready" && event["why"] == "its port answers")?;
+    vm.wait_event("readiness by port", event!(Ready { why, .. } if why == "its port answers"))?;
     vm.sh("umount /v/*")?;
-    let held = number(&plan(&vm)?, "/held_blocks");
+    let held = vm.remount_plan()?.held_blocks;
     vm.stop()?;
-    assert!(file.is_file() && !vm.memory_folder().join("boot-set-pages").exists(), "{:#?}", vm.events_json());
+    assert!(file.is_file() && !vm.memory_folder().join("boot-set-pages").exists(), "{:#?}", vm.events());
     vm.restart_keeper()?;
     vm.wait_boots(2)?;
-    let loaded = vm.wait_event_json("the saved boot set is loaded", |event| event["kind"] == "boot_set_loaded")?;
-    assert!(held > 0 && loaded["blocks"].as_u64() >= Some(held), "{held} blocks were held: {loaded}");
+    let loaded = vm.wait_event("the saved boot set is loaded", event!(BootSetLoaded { blocks } => blocks))?;
+    assert!(held > 0 && loaded >= held, "{held} blocks were held, {loaded} were loaded");
     volumes.mount(&vm)?;
     assert_eq!(volumes.read(&vm)?, volumes.expected(&["one"]));
     let again = ready(&vm)?;
-    assert!(number(&again, "/disks/0/hits") >= held / 2, "{held} blocks were held: {again}");
+    assert!(again.disks[0].hits >= held / 2, "{held} blocks were held: {again:?}");
     volumes.unmount_and_check(&vm)
 }
 
@@ -270,24 +254,24 @@ touch /run/asked"#;
     let twice = "while [ $(grep -cx 'is-active --quiet web.service' /run/asked) -lt 2 ]; do sleep 0.1; done";
     begin(START_AGENT)?;
     vm.sh_within(twice, patience(60))?;
-    assert_eq!(plan(&vm)?["ready"], false, "the unit is not active");
+    assert!(!vm.remount_plan()?.ready, "the unit is not active");
     // The next QEMU has a new channel to the agent.
     vm.rejuvenate()?;
     vm.sh_within(&format!(": >/run/asked; {twice}"), patience(60))?;
     vm.sh("touch /run/web.service")?;
-    vm.wait_event_json("readiness by unit", |event| event["kind"] == "ready" && event["why"] == "its unit is active")?;
-    assert!(number(&plan(&vm)?, "/blocks") > 0, "{}", plan(&vm)?);
+    vm.wait_event("readiness by unit", event!(Ready { why, .. } if why == "its unit is active"))?;
+    assert!(vm.remount_plan()?.blocks > 0, "{:?}", vm.remount_plan()?);
 
     // An agent that refuses to run programs is reported once, and the boot lasts until it is ended another way.
     vm.panic()?;
     vm.wait_incarnation(2)?;
     begin(&format!("{START_AGENT} -b guest-exec"))?;
     let refusal = "cannot find out whether the guest is ready: the guest agent refuses (guest-exec)";
-    let is_told = |event: &Value| event["message"].as_str().is_some_and(|message| message.starts_with(refusal));
-    vm.wait_event_json("the agent refuses", is_told)?;
-    assert_eq!(plan(&vm)?["ready"], false);
+    let is_told = event!(Error { message } if message.starts_with(refusal));
+    vm.wait_event("the agent refuses", is_told)?;
+    assert!(!vm.remount_plan()?.ready);
     ready(&vm)?;
-    assert_eq!(vm.events_json().iter().filter(|event| is_told(event)).count(), 1, "{:#?}", vm.events_json());
+    assert_eq!(vm.events().iter().filter_map(is_told).count(), 1, "{:#?}", vm.events());
     Ok(())
 }
 
@@ -333,6 +317,5 @@ fn is_over(pid: Pid) -> bool {
 
 /// The reason in the event that reports a dropped disk.
 fn dropped(vm: &TestVm) -> Option<String> {
-    let event = vm.events_json().into_iter().find(|event| event["kind"] == "disk_forgotten")?;
-    Some(event["why"].as_str().unwrap_or_default().to_owned())
+    vm.events().iter().find_map(event!(DiskForgotten { why, .. } => why))
 }

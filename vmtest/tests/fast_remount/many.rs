@@ -4,11 +4,11 @@
 use std::collections::BTreeMap;
 use std::iter::repeat_n;
 
+use hearth_api::RemountPlan;
 use hearth_vmtest::images::{self, XFS_MIB_MIN};
-use hearth_vmtest::{Disk, Drives, Result, TestVm, TestVmBuilder, Volumes, patience};
-use serde_json::Value;
+use hearth_vmtest::{Disk, Drives, Result, TestVm, TestVmBuilder, Volumes, event, patience};
 
-use super::{machine, number, ready};
+use super::{machine, ready};
 
 /// Number of parallel writers, each with a share of the volumes.
 const WRITERS: usize = 4;
@@ -85,7 +85,7 @@ fn come_back_whole(kinds: Kinds) -> Result<()> {
         lines = found;
     }
     let plan = ready(&vm)?;
-    assert!(plan["hit_pct"].as_f64() >= Some(HIT_PCT), "{}", plan["missed"]);
+    assert!(plan.hit_pct >= Some(HIT_PCT), "{:?}", plan.missed);
     vm.sh_within("umount /v/*", patience(60))?;
     vm.stop()?;
     check_partitions(&vm, &plan, &kinds, first)?;
@@ -95,15 +95,15 @@ fn come_back_whole(kinds: Kinds) -> Result<()> {
 }
 
 /// Checks the file systems of all partitions in the plan.
-fn check_partitions(vm: &TestVm, plan: &Value, kinds: &Kinds, first_xfs: usize) -> Result<()> {
+fn check_partitions(vm: &TestVm, plan: &RemountPlan, kinds: &Kinds, first_xfs: usize) -> Result<()> {
     let (mut ext4, mut xfs) = (0, 0);
-    for volume in plan["volumes"].as_array().into_iter().flatten().filter(|volume| volume["partition"].is_u64()) {
-        let disk = volume["disk"].as_str().expect("a disk has a name");
+    for volume in plan.volumes.iter().filter(|volume| volume.partition.is_some()) {
+        let disk = &volume.disk;
         let image = vm.folder().join(format!("{disk}.img"));
-        let start = number(volume, "/offset");
-        if disk == format!("disk{first_xfs}") && kinds.xfs_partitions > 0 {
+        let start = volume.offset;
+        if *disk == format!("disk{first_xfs}") && kinds.xfs_partitions > 0 {
             let part = vm.folder().join("part.img");
-            images::cut_out(&image, start..start + number(volume, "/bytes"), &part)?;
+            images::cut_out(&image, start..start + volume.bytes, &part)?;
             images::check_xfs(&part)?;
             std::fs::remove_file(part).expect("our own file");
             xfs += 1;
@@ -112,7 +112,7 @@ fn check_partitions(vm: &TestVm, plan: &Value, kinds: &Kinds, first_xfs: usize) 
             ext4 += 1;
         }
     }
-    assert_eq!((ext4, xfs), (kinds.ext4, kinds.xfs_partitions), "{}", plan["volumes"]);
+    assert_eq!((ext4, xfs), (kinds.ext4, kinds.xfs_partitions), "{:?}", plan.volumes);
     Ok(())
 }
 
@@ -139,9 +139,8 @@ fn write_until_crash(vm: &TestVm, life: u64, volumes: usize) -> Result<Lines> {
     })?;
     vm.crash()?;
     // Lines that the guest acknowledged just before it died count too.
-    vm.wait_event_json("the next incarnation", |event| {
-        event["kind"] == "incarnation_started" && event["incarnation"] == life + 1
-    })?;
+    let started = event!(|event| IncarnationStarted if u64::from(event.incarnation) == life + 1);
+    vm.wait_event("the next incarnation", started)?;
     Ok(acknowledged(&vm.guest().kernel_log(), life))
 }
 

@@ -8,7 +8,7 @@ use std::time::Instant;
 use hearth_vmtest::{Disk, Drives, Result, TestVm, TestVmBuilder, patience};
 use toml::Table;
 
-use super::{kill_all, number};
+use super::kill_all;
 
 /// Mirror policies. Each has a device that is named after it.
 const POLICIES: [&str; 3] = ["none", "async", "sync"];
@@ -54,10 +54,10 @@ fn flushed_nvram_survives_every_death() -> Result<()> {
     let read = || vm.sh("for d in vdb vdc vdd; do dd if=/dev/$d bs=512 skip=100 count=1 2>/dev/null | head -n 1; done");
     let expected = |what: &str| format!("{what} vdb\n{what} vdc\n{what} vdd\n");
     let counted = || -> Result<()> {
-        let memory = &vm.status_json()?["memory"];
-        assert_eq!(number(memory, "/nvram_bytes"), 3 * (8 << 20), "{memory}");
-        let (peak, budget) = (number(memory, "/peak_bytes"), number(memory, "/budget_bytes"));
-        assert!(peak > 3 * (8 << 20) && peak <= budget && budget > (256 + 3 * 8) << 20, "{memory}");
+        let memory = vm.status()?.memory;
+        assert_eq!(memory.nvram_bytes, 3 * (8 << 20), "{memory:?}");
+        let (peak, budget) = (memory.peak_bytes, memory.budget_bytes);
+        assert!(peak > 3 * (8 << 20) && peak <= budget && budget > (256 + 3 * 8) << 20, "{memory:?}");
         Ok(())
     };
     counted()?;
@@ -74,7 +74,7 @@ fn flushed_nvram_survives_every_death() -> Result<()> {
 
     vm.kill_keeper()?;
     vm.restart_keeper()?;
-    vm.wait_running_json()?;
+    vm.wait_running()?;
     assert_eq!(read()?, expected("one"));
     counted()?;
     write("two")?;
@@ -90,7 +90,7 @@ fn flushed_nvram_survives_every_death() -> Result<()> {
     assert!(in_mirror("sync"));
     let deadline = Instant::now() + patience(20);
     while !in_mirror("async") {
-        assert!(Instant::now() < deadline, "nothing reaches the mirror: {}", vm.status_json()?);
+        assert!(Instant::now() < deadline, "nothing reaches the mirror: {:?}", vm.status()?);
         std::thread::sleep(std::time::Duration::from_millis(20));
     }
     kill_all(&vm)?;
@@ -122,7 +122,7 @@ fn kills_during_writes_lose_no_flushed_data() -> Result<()> {
         }
         check(&in_file(&mirror), acknowledged(&vm)[2], "the mirror");
         vm.restart_keeper()?;
-        vm.wait_running_json()?;
+        vm.wait_running()?;
     }
 
     // Kill QEMU: the next guest reads what the last one wrote.

@@ -3,10 +3,11 @@
 
 use std::path::Path;
 
+use hearth_api::{MachineState, NvramDevice::Pmem};
 use hearth_vmtest::{Disk, Drives, Result, TestVm, TestVmBuilder, images};
 use toml::Table;
 
-use super::{kill_all, number};
+use super::kill_all;
 
 const MIB: u64 = 1 << 20;
 
@@ -60,7 +61,7 @@ fn flushed_persistent_memory_survives_every_death() -> Result<()> {
     assert_eq!(read()?, "two\none\ntwo\none\ntwo\n");
     vm.kill_keeper()?;
     vm.restart_keeper()?;
-    vm.wait_running_json()?;
+    vm.wait_running()?;
     write("three")?;
     assert_eq!(read()?, "three\none\ntwo\nthree\none\ntwo\nthree\n");
     vm.cli(&["upgrade-keeper", vm.name()])?;
@@ -80,11 +81,11 @@ fn flushed_persistent_memory_survives_every_death() -> Result<()> {
 }
 
 fn check_status(vm: &TestVm) -> Result<()> {
-    let status = vm.status_json()?;
-    let devices = status["nvram"].as_array().expect("the machine has NVRAM");
-    let shown: Vec<_> = devices.iter().map(|nvram| [&nvram["name"], &nvram["device"], &nvram["mirror"]]).collect();
-    assert_eq!(shown, [["plain", "pmem", "none"], ["log", "pmem", "sync"], ["data", "pmem", "sync"]], "{status}");
-    assert_eq!(number(&status, "/memory/nvram_bytes"), 4 * MIB, "{status}");
+    let status = vm.status()?;
+    let shown = status.nvram.iter().map(|nvram| (nvram.name.as_str(), nvram.device, nvram.mirror.as_str()));
+    let expect = [("plain", Pmem, "none"), ("log", Pmem, "sync"), ("data", Pmem, "sync")];
+    assert_eq!(shown.collect::<Vec<_>>(), expect, "{status:?}");
+    assert_eq!(status.memory.nvram_bytes, 4 * MIB, "{status:?}");
     let text = vm.cli(&["status", vm.name()])?;
     assert!(text.contains("pmem, in the guest's address space"), "{text}");
     Ok(())
@@ -106,7 +107,7 @@ fn persistent_memory_stays_with_its_qemu() -> Result<()> {
         let output = vm.cli_output(&arguments)?;
         assert!(output.status != 0 && output.text().contains(why), "{arguments:?}: {}", output.text());
     }
-    assert_eq!(vm.status_json()?["state"], "running");
+    assert_eq!(vm.status()?.state, MachineState::Running);
     assert_eq!(vm.sh("head -n 1 /dev/pmem0")?, "mine\n", "the guest continues");
     Ok(())
 }

@@ -4,10 +4,10 @@
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-use hearth_vmtest::{Disk, Drives, LoopDevice, Result, TestVm, TestVmBuilder, Volumes};
-use serde_json::Value;
+use hearth_api::RemountPlan;
+use hearth_vmtest::{Disk, Drives, LoopDevice, Result, TestVm, TestVmBuilder, Volumes, event};
 
-use super::{dropped, kill_all, machine, number, plan, ready, remount};
+use super::{dropped, kill_all, machine, ready, remount};
 
 /// An offset between the partition table and the first partition, which no file system reads.
 const GAP: u64 = 4096;
@@ -44,16 +44,16 @@ fn write_to(image: &Path) {
 }
 
 /// Mounts, unmounts and ends the boot; the guest does not use the image after that.
-fn boot_and_rest(vm: &TestVm, volumes: &Volumes) -> Result<Value> {
+fn boot_and_rest(vm: &TestVm, volumes: &Volumes) -> Result<RemountPlan> {
     volumes.mount(vm)?;
     vm.sh("umount /v/*")?;
     ready(vm)
 }
 
-fn crash_and_wait(vm: &TestVm, incarnation: u64) -> Result<()> {
+fn crash_and_wait(vm: &TestVm, incarnation: u32) -> Result<()> {
     vm.panic()?;
-    let waits = |event: &Value| event["kind"] == "crash_loop" && event["incarnation"] == incarnation;
-    vm.wait_event_json("a crash loop", waits).map(drop)
+    let waits = event!(|event| CrashLoop if event.incarnation == incarnation);
+    vm.wait_event("a crash loop", waits).map(drop)
 }
 
 #[test]
@@ -67,7 +67,7 @@ fn image_changed_between_guests_is_reread() -> Result<()> {
     vm.wait_incarnation(3)?;
     assert_eq!((gap(&vm)?.as_str(), dropped(&vm)), ("", None), "the image was not changed");
     let plan = boot_and_rest(&vm, &volumes)?;
-    assert!(plan["hit_pct"].as_f64() >= Some(95.0), "{plan}");
+    assert!(plan.hit_pct >= Some(95.0), "{plan:?}");
 
     crash_and_wait(&vm, 3)?;
     write_as_stranger(&vm);
@@ -76,8 +76,8 @@ fn image_changed_between_guests_is_reread() -> Result<()> {
     assert_eq!(gap(&vm)?, STRANGER);
     let why = dropped(&vm).expect("an event names the dropped disk");
     assert!(why.ends_with("disk0.img was changed while nobody guarded it"), "{why}");
-    let recovery = vm.explain_json()?["recovery"].clone();
-    assert_eq!((&recovery["warm"], &recovery["why_cold"]), (&false.into(), &why.into()), "{recovery}");
+    let recovery = vm.explain()?.recovery.expect("the machine has recovered");
+    assert_eq!((recovery.warm, &recovery.why_cold), (false, &Some(why)), "{recovery:?}");
     volumes.mount(&vm)?;
     volumes.unmount_and_check(&vm)
 }
@@ -119,7 +119,7 @@ fn unguarded_block_device_is_reread() -> Result<()> {
     volumes.mount(&vm)?;
     assert_eq!(volumes.read(&vm)?, volumes.expected(&["one"]));
     let second = ready(&vm)?;
-    assert!(number(&second, "/disks/0/hits") > 0, "{second}");
+    assert!(second.disks[0].hits > 0, "{second:?}");
     volumes.append(&vm, "two")?;
 
     kill_all(&vm)?;
@@ -149,7 +149,7 @@ fn image_changed_around_a_stop_is_reread() -> Result<()> {
     assert_eq!(gap(&vm)?, "");
     boot_and_rest(&vm, &volumes)?;
     vm.stop()?;
-    assert!(file.is_file(), "{:#?}", vm.events_json());
+    assert!(file.is_file(), "{:#?}", vm.events());
     write_as_stranger(&vm);
     vm.restart_keeper()?;
     vm.wait_boots(2)?;
@@ -158,24 +158,23 @@ fn image_changed_around_a_stop_is_reread() -> Result<()> {
     assert!(why.ends_with("disk0.img was changed while nobody guarded it"), "{why}");
     vm.sh(&format!("dd if=/dev/zero of=/dev/vda bs={GAP} seek=1 count=1 conv=fsync,notrunc 2>/dev/null"))?;
     boot_and_rest(&vm, &volumes)?;
-    assert!(number(&plan(&vm)?, "/held_blocks") > 0);
+    assert!(vm.remount_plan()?.held_blocks > 0);
 
     // The machine is stopping and has no guest while its last dump is written.
-    let before = vm.events_json().len();
+    let before = vm.events().len();
     vm.panic()?;
     vm.wait_boots(3)?;
     assert_eq!(gap(&vm)?, "");
     vm.panic()?;
-    vm.wait_event_json("a crash loop", |event| event["kind"] == "crash_loop")?;
+    vm.wait_event("a crash loop", event!(CrashLoop))?;
     vm.cli(&["stop", vm.name(), "--no-wait"])?;
-    vm.wait_status_json("the stop waits for the dump", |status| {
-        status["state_why"].as_str().is_some_and(|why| why.starts_with("a dump is being written"))
+    vm.wait_status("the stop waits for the dump", |status| {
+        status.state_why.as_ref().is_some_and(|why| why.starts_with("a dump is being written"))
     })?;
     write_as_stranger(&vm);
     vm.stop_at_once()?;
-    let dropped_disk =
-        |event: &Value| event["kind"] == "disk_forgotten" && event["why"].to_string().contains("nobody guarded it");
-    assert!(vm.events_json()[before..].iter().any(dropped_disk), "{:#?}", vm.events_json());
+    let dropped_disk = event!(DiskForgotten { why, .. } if why.contains("nobody guarded it"));
+    assert!(vm.events()[before..].iter().find_map(dropped_disk).is_some(), "{:#?}", vm.events());
     vm.restart_keeper()?;
     vm.wait_boots(4)?;
     assert_eq!(gap(&vm)?, STRANGER);
