@@ -1,11 +1,10 @@
 //! Tests for a host with KVM, run by `outside` or by hand: each capability on real virtualization.
 
-use std::path::PathBuf;
+use std::path::Path;
 
 use hearth_recovery::vmcore::VmcoreFile;
 use hearth_recovery::vmcore::linux::{Linux, log};
-use hearth_vmtest::{Disk, Drives, Error, Result, TestVm, TestVmBuilder, artifacts, images, patience};
-use serde_json::Value;
+use hearth_vmtest::{Disk, Drives, Error, Result, TestVm, TestVmBuilder, artifacts, event, images, patience};
 
 const SEED: u64 = 7;
 const FILE_BYTES: usize = 16 << 20;
@@ -18,8 +17,8 @@ fn machine(name: &str) -> TestVmBuilder {
 
 fn boot(machine: TestVmBuilder) -> Result<TestVm> {
     let vm = machine.boot()?;
-    let status = vm.status_json()?;
-    assert_eq!(status["qemu"]["accelerator"], "kvm", "{status}");
+    let qemu = vm.qemu()?;
+    assert_eq!(qemu.accelerator, "kvm", "{qemu:?}");
     Ok(vm)
 }
 
@@ -55,7 +54,7 @@ fn goes_on(vm: &TestVm, nonce: &str) -> Result<()> {
 fn a_reboot_is_warm() -> Result<()> {
     let vm = boot(machine("warm"))?;
     verify_disk(&vm)?;
-    let from_memory = |vm: &TestVm| Ok::<_, Error>(vm.status_json()?["disks"][0]["read_warm_bytes"].as_u64().unwrap());
+    let from_memory = |vm: &TestVm| Ok::<_, Error>(vm.status()?.disks[0].read_warm_bytes);
     let before = from_memory(&vm)?;
     vm.reboot_forced()?;
     vm.wait_incarnation(2)?;
@@ -72,9 +71,8 @@ fn a_panic_is_recovered_from_and_dumped() -> Result<()> {
     verify_disk(&vm)?;
     vm.panic()?;
     vm.wait_incarnation(2)?;
-    let dumped = vm.wait_event_within_json("the dump", patience(60), |event| event["kind"] == "dump_complete")?;
-    let file = dumped["file"].as_str().map(PathBuf::from).unwrap();
-    let vmcore = VmcoreFile::open(&file).unwrap();
+    let file = vm.wait_event_within("the dump", patience(60), event!(DumpComplete { file, .. } => file))?;
+    let vmcore = VmcoreFile::open(Path::new(&file)).unwrap();
     assert!(vmcore.is_complete());
     let linux = Linux::find(&vmcore, &vmcore.notes().to_bytes()).unwrap();
     let last_words = log::panic_reason(&linux.log().unwrap()).map(str::to_owned);
@@ -94,7 +92,7 @@ fn guest_hops_between_qemu_versions_under_kvm() -> Result<()> {
         assert_eq!(rejuvenated.status, 0, "hop {hop}: {}", rejuvenated.text());
         goes_on(&vm, &nonce)?;
     }
-    let pauses: Vec<Value> = vm.events_json().iter().filter_map(|event| event.get("pause_ms").cloned()).collect();
+    let pauses: Vec<f64> = vm.events().iter().filter_map(event!(Rejuvenated { pause_ms, .. } => pause_ms)).collect();
     assert_eq!(pauses.len(), 4);
     eprintln!("pauses under KVM, ms: {pauses:?}");
     Ok(())
@@ -109,9 +107,9 @@ fn saved_guest_is_restored_in_each_mode() -> Result<()> {
     vm.save_and_stop(&snapshot)?;
     for (name, option) in [("lazy", "--lazy"), ("eager", "--eager")] {
         let restored = vm.restore(&snapshot, name, &[option])?;
-        restored.wait_running_json()?;
+        restored.wait_running()?;
         goes_on(&restored, &nonce)?;
-        restored.wait_event_json("all memory is there", |event| event["kind"] == "restore_complete")?;
+        restored.wait_event("all memory is there", event!(RestoreComplete))?;
         restored.stop_at_once()?;
     }
     Ok(())

@@ -9,6 +9,7 @@ use std::io::Read;
 use std::os::fd::AsRawFd;
 use std::path::{Path, PathBuf};
 
+use hearth_api::MachineStatus;
 use hearth_vmtest::clock::Reading;
 use hearth_vmtest::host_reload::{Figures, Reloaded};
 use hearth_vmtest::known::{count, counts_beyond, fill, start_counter, verify};
@@ -157,18 +158,16 @@ fn after() -> Result<()> {
     assert!(figures.machines.len() == MACHINES.len() && figures.all_well(), "{said:?}");
     for (vm, left) in machines.iter().zip(&expected.machines) {
         let behind_s = Reading::take(vm)?.behind_s(&left.clock);
-        let stood_s = status_of(vm, &left.name)?["unparked"]["stood_ms"].as_f64().unwrap() / 1e3;
+        let status = vm.cli(&["status", &left.name, "--json"])?;
+        let unparked = serde_json::from_str::<MachineStatus>(&status).unwrap().unparked.unwrap();
+        let stood_s = unparked.stood_ms.unwrap() / 1e3;
         eprintln!("{}: paused for {stood_s} s, its clock is behind by {behind_s:?} s", left.name);
         assert!(*behind_s.start() < stood_s / 2.0 && *behind_s.end() > -stood_s / 2.0);
         counts_beyond(vm, left.count)?;
         vm.sh("dd if=/dev/vda of=/tmp/back bs=64k count=64 iflag=direct 2>&1 && cmp /tmp/block /tmp/back")?;
         vm.sh("dd if=/dev/urandom of=/dev/vda bs=64k count=16 conv=fsync 2>&1")?;
-        assert_eq!(status_of(vm, &left.name)?["unparked"]["host_reloaded"], true);
+        assert!(unparked.host_reloaded);
         vm.cli(&["stop", &left.name, "--force"])?;
     }
     Ok(())
-}
-
-fn status_of(vm: &Parked, name: &str) -> Result<Value> {
-    Ok(serde_json::from_str(&vm.cli(&["status", name, "--json"])?).unwrap())
 }
