@@ -48,8 +48,9 @@ mod uploads;
 
 use std::collections::HashMap;
 
+use hearth_api::RestoreStatus;
 use hearth_vmtest::known::{SEED, count, fill, start_counter, verify};
-use hearth_vmtest::{Drives, Result, TestVm, TestVmBuilder, patience, pattern};
+use hearth_vmtest::{Drives, Result, TestVm, TestVmBuilder, event, patience, pattern};
 
 /// Memory of the guests in these tests, and the part of it that has known contents.
 const MEMORY_MIB: u64 = 384;
@@ -73,11 +74,17 @@ fn first_word(page: &[u8]) -> u64 {
     u64::from_ne_bytes(page[..8].try_into().expect("8 bytes"))
 }
 
+/// Waits until the restore has come to a state that `look` accepts.
+fn wait_restore(clone: &TestVm, what: &str, look: impl Fn(&RestoreStatus) -> bool) -> Result<RestoreStatus> {
+    let status = clone.wait_status(what, |status| status.restore.as_ref().is_some_and(&look))?;
+    Ok(status.restore.expect("`look` saw it"))
+}
+
 /// Waits until a command of the clone has verified the pattern and all memory has arrived; the guest is the one that was saved.
 fn comes_whole(clone: &TestVm, verifying: u64, nonce: &str) -> Result<()> {
     let verified = clone.wait_console("the pattern is verified", patience(60), |heard| heard.take_answer(verifying))?;
     assert_eq!(verified.status, 0, "{:?}", String::from_utf8_lossy(&verified.output));
-    clone.wait_event_json("all memory is there", |event| event["kind"] == "restore_complete")?;
+    clone.wait_event("all memory is there", event!(RestoreComplete))?;
     assert_eq!(clone.nonce()?, nonce);
     Ok(())
 }

@@ -5,9 +5,9 @@ use std::fs;
 use std::path::Path;
 use std::process::Command;
 
-use hearth_vmtest::{Disk, Drives, Result, TestVm, patience};
+use hearth_api::MachineStatus;
+use hearth_vmtest::{Disk, Drives, Result, TestVm, event, patience};
 use loopback_s3::Wire;
-use serde_json::Value;
 
 use super::SEED;
 use super::object_store::{Stand, address};
@@ -59,10 +59,10 @@ fn waiting(stand: &Stand, vm: &TestVm, name: &str) -> Result<TestVm> {
     let (object, away) = (stand.object("disk-disk0"), stand.folder.path().join("away"));
     stand.server.set_wire(Wire::Slow(MIB));
     let clone = stand.clone(vm, name, name, &["--lazy"])?;
-    clone.wait_running_json()?;
+    clone.wait_running()?;
     fs::rename(&object, &away).expect("it was saved");
     stand.server.set_wire(Wire::Whole);
-    clone.wait_event_json("all memory is there", |event| event["kind"] == "restore_complete")?;
+    clone.wait_event("all memory is there", event!(RestoreComplete))?;
     begin_verifying(&clone)?;
     stand.server.set_wire(Wire::Dead);
     fs::rename(&away, &object).expect("the object was moved away");
@@ -71,32 +71,28 @@ fn waiting(stand: &Stand, vm: &TestVm, name: &str) -> Result<TestVm> {
     Ok(clone)
 }
 
-fn await_waiting(clone: &TestVm, why: &str) -> Result<Value> {
-    clone.wait_status_json(&format!("a waiting disk: {why}"), |status| {
-        waits(status).iter().any(|said| said.contains(why))
+fn await_waiting(clone: &TestVm, why: &str) -> Result<MachineStatus> {
+    clone.wait_status(&format!("a waiting disk: {why}"), |status| {
+        let arrivals = status.disks.iter().filter_map(|disk| disk.arrival.as_ref());
+        arrivals.flat_map(|arrival| &arrival.waits).any(|said| said.contains(why))
     })
 }
 
 /// Missing bytes of all disks; `None` if all have arrived.
-fn missing_bytes(status: &Value) -> Option<u64> {
-    let disks = status["disks"].as_array()?;
-    disks.iter().filter_map(|disk| disk["arrival"]["missing_bytes"].as_u64()).reduce(|one, other| one + other)
+fn missing_bytes(status: &MachineStatus) -> Option<u64> {
+    let arrivals = status.disks.iter().filter_map(|disk| disk.arrival.as_ref());
+    arrivals.map(|arrival| arrival.missing_bytes).reduce(|one, other| one + other)
 }
 
-fn waits(status: &Value) -> Vec<&str> {
-    let disks = status["disks"].as_array().map_or(&[][..], Vec::as_slice);
-    disks.iter().flat_map(|disk| disk["arrival"]["waits"].as_array()).flatten().filter_map(Value::as_str).collect()
-}
-
-fn io_errors(status: &Value) -> Option<u64> {
-    status["disks"].as_array()?.iter().map(|disk| disk["io_errors"].as_u64()).sum()
+fn io_errors(status: &MachineStatus) -> u64 {
+    status.disks.iter().map(|disk| disk.io_errors).sum()
 }
 
 /// Waits until the disks have arrived. Asserts that this many requests failed: those that a dead QEMU left unanswered.
 fn wait_disks(clone: &TestVm, unanswered: u64) -> Result<()> {
-    clone.wait_event_within_json("a complete disk", patience(60), |event| event["kind"] == "disk_complete")?;
-    let status = clone.wait_status_json("complete disks", |status| missing_bytes(status).is_none())?;
-    assert_eq!(io_errors(&status), Some(unanswered), "{status}");
+    clone.wait_event_within("a complete disk", patience(60), event!(DiskComplete))?;
+    let status = clone.wait_status("complete disks", |status| missing_bytes(status).is_none())?;
+    assert_eq!(io_errors(&status), unanswered, "{status:?}");
     Ok(())
 }
 
@@ -124,8 +120,8 @@ fn guest_reads_saved_disks_while_they_arrive() -> Result<()> {
     let expected = sum(&vm)?;
     save(&vm)?;
     let whole = stand.clone(&vm, "whole", "first", &["--eager"])?;
-    whole.wait_running_json()?;
-    assert_eq!(missing_bytes(&whole.status_json()?), None, "an eager restore has fetched everything before it runs");
+    whole.wait_running()?;
+    assert_eq!(missing_bytes(&whole.status()?), None, "an eager restore has fetched everything before it runs");
     let disks = disks_of(&whole);
     assert_eq!(disks.len(), 2);
     verify_file(&whole)?;
@@ -138,10 +134,10 @@ fn guest_reads_saved_disks_while_they_arrive() -> Result<()> {
     ] {
         stand.server.set_wire(wire);
         let clone = stand.clone(&vm, name, name, &[mode])?;
-        clone.wait_running_json()?;
+        clone.wait_running()?;
         if name == "slow" {
             assert!(
-                missing_bytes(&clone.status_json()?) > Some(FILE_MIB / 2 * MIB),
+                missing_bytes(&clone.status()?) > Some(FILE_MIB / 2 * MIB),
                 "the disk arrived too early for this test"
             );
         }
@@ -173,17 +169,15 @@ fn disk_waits_for_a_lost_store_across_keepers() -> Result<()> {
         let expect = "the guest's disks are still being fetched from the object store";
         assert!(refused.status != 0 && refused.text().contains(expect), "{request:?}: {}", refused.text());
     }
-    let names_disk = |event: &Value| {
-        event["kind"] == "restore_waits" && event["why"].as_str().is_some_and(|why| why.contains("one/disk-"))
-    };
-    clone.wait_event_json("an event about the waiting disk", names_disk)?;
+    let names_disk = event!(RestoreWaits { why } if why.contains("one/disk-"));
+    clone.wait_event("an event about the waiting disk", names_disk)?;
     clone.restart_keeper()?;
     await_waiting(&clone, "the store gave no valid answer")?;
     clone.await_console()?;
     still_verifies(&clone)?;
     stand.server.set_wire(Wire::Failing);
     let status = await_waiting(&clone, "500")?;
-    assert!(missing_bytes(&status) > Some(FILE_MIB / 2 * MIB), "{status}");
+    assert!(missing_bytes(&status) > Some(FILE_MIB / 2 * MIB), "{status:?}");
     still_verifies(&clone)?;
     stand.server.set_wire(Wire::Whole);
     verified(&clone)?;
@@ -202,11 +196,12 @@ fn arrival_continues_after_keeper_is_killed() -> Result<()> {
     save(&vm)?;
     stand.server.set_wire(Wire::Slow(MIB));
     let clone = stand.clone(&vm, "follows", "cache", &["--lazy"])?;
-    clone.wait_running_json()?;
+    clone.wait_running()?;
     begin_verifying(&clone)?;
     for (missing_mib, wire) in [(FILE_MIB - 4, Wire::Slow(2 * MIB)), (FILE_MIB / 2, Wire::Whole)] {
-        let has_come = |status: &Value| missing_bytes(status).is_some_and(|missing| missing < missing_mib * MIB);
-        clone.wait_status_json("part of the disk", has_come)?;
+        let has_come =
+            |status: &MachineStatus| missing_bytes(status).is_some_and(|missing| missing < missing_mib * MIB);
+        clone.wait_status("part of the disk", has_come)?;
         stand.server.set_wire(wire);
         clone.restart_keeper()?;
     }
@@ -224,10 +219,10 @@ fn guest_waiting_for_lost_store_stops_or_reboots() -> Result<()> {
     assert!(waiting(&stand, &vm, "stopped")?.stop_at_once()?.success());
     let dies = waiting(&stand, &vm, "dies")?;
     dies.kill_qemu()?;
-    dies.wait_event_json("a drained disk", |event| event["kind"] == "phase" && event["phase"] == "drain")?;
+    dies.wait_event("a drained disk", event!(Phase { phase, .. } if phase == "drain"))?;
     stand.server.set_wire(Wire::Whole);
     dies.wait_incarnation(2)?;
-    let unanswered = io_errors(&dies.status_json()?).expect("it has disks");
+    let unanswered = io_errors(&dies.status()?);
     dies.sh("mkdir -p /d && mount /dev/vda /d")?;
     verify_file(&dies)?;
     wait_disks(&dies, unanswered)

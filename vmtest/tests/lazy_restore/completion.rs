@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::Path;
 
-use hearth_vmtest::{Drives, Result, TestVm, processes};
+use hearth_vmtest::{Drives, Result, TestVm, event, processes};
 use rustix::process::Pid;
 
 use super::verify;
@@ -41,14 +41,14 @@ fn complete_restore_needs_no_handler_or_snapshot() -> Result<()> {
     assert!(nothing.threads.is_empty() && nothing.files.is_empty(), "{nothing:?}");
     vm.stop_at_once()?;
     let eager = vm.restore(&snapshot, "eager", &["--eager"])?;
-    eager.wait_running_json()?;
+    eager.wait_running()?;
     assert_eq!(kept(&eager, &snapshot)?, nothing);
     eager.stop_at_once()?;
     let over = vm.folder().join("over");
     let until = format!("test -e {}", over.display());
     // The trace prevents the backfill until `over` exists, so that the restore stays unfinished.
     let clone = vm.restore(&snapshot, "lazy", &["--trace", "3600", "--until", &until])?;
-    clone.wait_running_json()?;
+    clone.wait_running()?;
     let during = kept(&clone, &snapshot)?;
     assert_eq!(
         (&during.threads[..], &during.files[..]),
@@ -56,21 +56,18 @@ fn complete_restore_needs_no_handler_or_snapshot() -> Result<()> {
     );
     assert!(during.userfaultfds > nothing.userfaultfds, "{during:?}");
     fs::write(&over, "").expect("a file");
-    clone.wait_event_json("all memory is there", |event| event["kind"] == "restore_complete")?;
+    clone.wait_event("all memory is there", event!(RestoreComplete))?;
     // Its threads were still ending at that event.
-    clone.wait_status_json("a restore that keeps nothing", |_| {
-        kept(&clone, &snapshot).is_ok_and(|kept| kept == nothing)
-    })?;
+    clone.wait_status("a restore that keeps nothing", |_| kept(&clone, &snapshot).is_ok_and(|kept| kept == nothing))?;
     fs::remove_dir_all(&snapshot).expect("no process uses the snapshot");
     assert_eq!(clone.nonce()?, nonce);
     verify(&clone)?;
-    let status = clone.status_json()?;
-    let restore = &status["restore"];
-    assert!(restore["complete"] == true && restore["fault_us_p50_stored"].as_u64() > Some(0), "{restore}");
+    let restore = clone.status()?.restore.expect("it was restored");
+    assert!(restore.complete && restore.fault_us_p50_stored > Some(0), "{restore:?}");
     // The next save and the next keeper need nothing of the old snapshot.
     clone.save(&snapshot)?;
     clone.restart_keeper()?;
-    clone.wait_running_json()?;
+    clone.wait_running()?;
     clone.await_console()?;
     verify(&clone)
 }

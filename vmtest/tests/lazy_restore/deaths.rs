@@ -6,13 +6,12 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use hearth_recovery::lazy_restore::Step;
-use hearth_vmtest::{Disk, Drives, Result, TestVm, artifacts, patience, processes};
+use hearth_vmtest::{Disk, Drives, Result, TestVm, artifacts, event, patience, processes};
 use loopback_s3::Wire;
-use serde_json::Value;
 
 use super::faults::saved;
 use super::object_store::Stand;
-use super::{SEED, comes_whole, fill, verify};
+use super::{SEED, comes_whole, fill, verify, wait_restore};
 
 /// Whether the guest may have run after this step.
 fn may_have_run(step: Step) -> bool {
@@ -32,17 +31,21 @@ fn check(vm: &TestVm, snapshot: &Path, step: Step, mode: &str, nonce: &str) -> R
         let _ = fs::remove_file(clone.folder().join("run").join(clone.name()).join("journal.json"));
     }
     clone.restart_keeper()?;
-    clone.wait_running_json()?;
+    clone.wait_running()?;
     // The event comes shortly after the machine runs.
-    let way = if may_have_run(step) { "keeper_took_over" } else { "restored" };
-    clone.wait_event_json(way, |event| event["kind"] == way)?;
-    let took_over = clone.events_json().iter().any(|event| event["kind"] == "keeper_took_over");
+    let took_over = event!(KeeperTookOver);
+    if may_have_run(step) {
+        clone.wait_event("a keeper that took over", took_over)?;
+    } else {
+        clone.wait_event("a restored guest", event!(Restored))?;
+    }
+    let took_over = clone.events().iter().find_map(took_over).is_some();
     assert_eq!(took_over, may_have_run(step), "{what}");
     clone.await_console()?;
     assert_eq!(clone.nonce()?, nonce, "{what}: it is the same guest");
     verify(&clone)?;
     clone.sh("dd if=/dev/urandom of=/dev/vda bs=64k count=16 conv=fsync 2>&1")?;
-    clone.wait_event_json("all memory is there", |event| event["kind"] == "restore_complete")?;
+    clone.wait_event("all memory is there", event!(RestoreComplete))?;
     clone.stop_at_once()?;
     Ok(())
 }
@@ -73,9 +76,9 @@ fn next_keeper_restores_the_missing_memory() -> Result<()> {
     let (vm, nonce, snapshot) = saved("killed")?;
     // A trace prevents the backfill, so that some memory is always missing.
     let clone = vm.restore(&snapshot, "orphan", &["--trace", "600"])?;
-    clone.wait_running_json()?;
+    clone.wait_running()?;
     let verifying = clone.guest().start(&format!("probe verify /tmp/memory {}", SEED))?;
-    clone.wait_status_json("touched pages", |status| status["restore"]["pages_lazy"].as_u64() > Some(2000))?;
+    wait_restore(&clone, "touched pages", |restore| restore.pages_lazy > 2000)?;
     clone.restart_keeper()?;
     comes_whole(&clone, verifying, &nonce)
 }
@@ -89,20 +92,20 @@ fn guest_silent_to_its_next_keeper_boots_without_the_restore() -> Result<()> {
     vm.save_and_stop(&snapshot)?;
     // A trace prevents the backfill, so that the next keeper continues the restore.
     let clone = vm.restore(&snapshot, "mute", &["--trace", "600"])?;
-    clone.wait_running_json()?;
+    clone.wait_running()?;
     clone.freeze_qemu()?;
     // Without its socket nobody waits a minute for QEMU.
     let socket = clone.folder().join("run").join(clone.name()).join("qmp-1.sock");
     fs::remove_file(socket).expect("QEMU listens there");
     clone.restart_keeper()?;
-    let cut = clone.wait_event_json("power_cut", |event| event["kind"] == "power_cut")?;
-    assert!(cut["why"].as_str().is_some_and(|why| why.ends_with("stopped by SIGSTOP or a debugger")), "{cut}");
+    let why = clone.wait_event("a power cut", event!(PowerCut { why } => why))?;
+    assert!(why.ends_with("stopped by SIGSTOP or a debugger"), "{why}");
     clone.wait_boots(1)?;
-    assert_eq!(clone.status_json()?["restore"], Value::Null);
+    assert_eq!(clone.status()?.restore, None);
     clone.sh(WRITES)?;
     // The note of the restore is gone too.
     clone.restart_keeper()?;
-    clone.wait_running_json()?;
+    clone.wait_running()?;
     clone.await_console()?;
     clone.sh(WRITES).map(drop)
 }
@@ -114,8 +117,8 @@ fn keeper_stops_while_it_loads_all_memory() -> Result<()> {
     // This takes about half a minute.
     stand.server.set_wire(Wire::Slow(2 << 20));
     let clone = stand.clone(&vm, "slow", "cache", &["--eager"])?;
-    let progress = clone.wait_event_json("progress", |event| event["kind"] == "restore_progress")?;
-    assert!(progress["percent"].as_f64().is_some_and(|percent| percent < 100.0), "{progress}");
+    let percent = clone.wait_event("progress", event!(RestoreProgress { percent, .. } => percent))?;
+    assert!(percent < 100.0, "{percent}");
     let asked = clone.cli_output(&["status", clone.name()])?;
     assert!(
         asked.status == 0 && asked.text().contains("starting (loading its memory before the guest runs"),
@@ -124,12 +127,14 @@ fn keeper_stops_while_it_loads_all_memory() -> Result<()> {
     );
     clone.terminate_keeper()?;
     assert_eq!(clone.wait_keeper_end()?.code(), Some(1));
-    let (said, began) =
-        (clone.keeper_log(), clone.events_json().iter().any(|event| event["kind"] == "incarnation_started"));
-    assert!(!began && said.contains("cancelled before the guest ran; start again with `hearth run "), "{said}");
+    let (said, began) = (clone.keeper_log(), clone.events().iter().find_map(event!(IncarnationStarted)));
+    assert!(
+        began.is_none() && said.contains("cancelled before the guest ran; start again with `hearth run "),
+        "{said}"
+    );
     stand.server.set_wire(Wire::Whole);
     clone.restart_keeper()?;
-    clone.wait_running_json()?;
+    clone.wait_running()?;
     clone.await_console()?;
     assert_eq!(clone.nonce()?, nonce);
     verify(&clone)
@@ -146,7 +151,7 @@ fn keeper_refuses_another_snapshot_in_its_place() -> Result<()> {
     vm.stop_at_once()?;
     // A trace prevents the backfill, so that some memory is always missing.
     let clone = vm.restore(&snapshot, "orphan", &["--trace", "600"])?;
-    clone.wait_running_json()?;
+    clone.wait_running()?;
     clone.kill_keeper()?;
     let exchange = |from: &Path, to: &Path| fs::rename(from, to).expect("it is there");
     exchange(&snapshot, &away);
@@ -158,7 +163,7 @@ fn keeper_refuses_another_snapshot_in_its_place() -> Result<()> {
     exchange(&snapshot, &other);
     exchange(&away, &snapshot);
     clone.restart_keeper()?;
-    clone.wait_running_json()?;
+    clone.wait_running()?;
     clone.await_console()?;
     let verifying = clone.guest().start(&format!("probe verify /tmp/memory {SEED}"))?;
     comes_whole(&clone, verifying, &nonce)

@@ -5,10 +5,9 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 
 use hearth_recovery::snapshot::Snapshot;
-use hearth_vmtest::{Disk, Drives, Result, TestVm, patience, pattern};
-use serde_json::Value;
+use hearth_vmtest::{Disk, Drives, Result, TestVm, event, patience, pattern};
 
-use super::{SEED, comes_whole, fill, verify};
+use super::{SEED, comes_whole, fill, verify, wait_restore};
 
 const FILE_BYTES: usize = 24 << 20;
 
@@ -23,9 +22,11 @@ pub fn verify_file(vm: &TestVm) -> Result<()> {
     vm.sh_within(&format!("probe verify /d/file {SEED}"), patience(60)).map(drop)
 }
 
-fn saved(vm: &TestVm, folder: &Path) -> Result<Value> {
+/// Waits for the save's end. Returns the size of the memory file, and the number of pages that are only on the disks.
+fn saved(vm: &TestVm, folder: &Path) -> Result<(u64, u64)> {
     let path = folder.display().to_string();
-    vm.wait_event_json("the save's end", |event| event["kind"] == "saved" && event["folder"] == path.as_str())
+    let saved = event!(Saved { folder, bytes, pages_on_disks, .. } if folder == path => (bytes, pages_on_disks));
+    vm.wait_event("the save's end", saved)
 }
 
 fn read_all(folder: &Path) {
@@ -45,31 +46,29 @@ fn pages_on_disks_are_restored_without_being_stored() -> Result<()> {
     vm.save_with(&first, &["--dedup-disk", "--scan", "200ms,2"])?;
     verify_file(&vm)?;
     vm.stop_at_once()?;
-    let (whole, shared) = (saved(&vm, &plain)?, saved(&vm, &first)?);
-    let bytes = |event: &Value| event["bytes"].as_u64().expect("a number");
-    let on_disks = shared["pages_on_disks"].as_u64().expect("a number");
-    eprintln!("{on_disks} pages on disks; {} and {} bytes", bytes(&whole), bytes(&shared));
-    assert_eq!(whole["pages_on_disks"], 0);
-    assert!(on_disks as usize * 4096 >= FILE_BYTES / 10 * 9, "{shared}");
-    assert!(bytes(&shared) + on_disks * 3500 < bytes(&whole), "{} and {}", bytes(&shared), bytes(&whole));
+    let ((whole, whole_on_disks), (shared, on_disks)) = (saved(&vm, &plain)?, saved(&vm, &first)?);
+    eprintln!("{on_disks} pages on disks; {whole} and {shared} bytes");
+    assert_eq!(whole_on_disks, 0);
+    assert!(on_disks as usize * 4096 >= FILE_BYTES / 10 * 9, "{on_disks}");
+    assert!(shared + on_disks * 3500 < whole, "{whole} and {shared}");
     read_all(&first);
 
     let clone = vm.restore(&first, "clone", &["--lazy"])?;
-    clone.wait_running_json()?;
+    clone.wait_running()?;
     assert_eq!(clone.nonce()?, nonce);
     verify_file(&clone)?;
     verify(&clone)?;
-    clone.wait_event_json("all memory is there", |event| event["kind"] == "restore_complete")?;
+    clone.wait_event("all memory is there", event!(RestoreComplete))?;
     // The clone's disk is a qcow2 image over the snapshot's.
     clone.sh("probe drop-caches")?;
     verify_file(&clone)?;
     let second = vm.folder().join("second");
     clone.save_with(&second, &["--dedup-disk", "--compress"])?;
     clone.stop_at_once()?;
-    assert!(saved(&clone, &second)?["pages_on_disks"].as_u64() > Some(FILE_BYTES as u64 / 8192));
+    assert!(saved(&clone, &second)?.1 > FILE_BYTES as u64 / 8192);
     read_all(&second);
     let last = vm.restore(&second, "last", &["--eager"])?;
-    last.wait_running_json()?;
+    last.wait_running()?;
     assert_eq!(last.nonce()?, nonce);
     verify_file(&last)?;
     verify(&last)
@@ -95,15 +94,12 @@ fn guest_waits_until_an_altered_block_is_repaired() -> Result<()> {
     disk.write_all_at(&[whole[place] ^ 1], place as u64).expect("it can be written");
     disk.set_times(times).expect("it is ours");
     let clone = vm.restore(&snapshot, "waits", &["--lazy"])?;
-    clone.wait_running_json()?;
-    let waits = clone.wait_event_json("an event about the damage", |event| event["kind"] == "restore_waits")?;
-    let (why, block) = (waits["why"].as_str().unwrap_or_default(), place / 4096);
-    let named = format!("{}: pages ", path.display());
-    assert!(why.contains(&named) && why.contains("are not what they were when it was saved"), "{block}: {waits}");
+    clone.wait_running()?;
+    let why = clone.wait_event("an event about the damage", event!(RestoreWaits { why } => why))?;
+    let (named, block) = (format!("{}: pages ", path.display()), place / 4096);
+    assert!(why.contains(&named) && why.contains("are not what they were when it was saved"), "{block}: {why}");
     let verifying = clone.guest().start(&format!("probe verify /d/file {SEED}"))?;
-    clone.wait_status_json("only the damaged pages missing", |status| {
-        status["restore"]["pages_missing"].as_u64() <= Some(16)
-    })?;
+    wait_restore(&clone, "only the damaged pages missing", |restore| restore.pages_missing <= 16)?;
     assert!(clone.guest().take_answer(verifying).is_none(), "the verification waits for the damaged page");
     disk.write_all_at(&[whole[place]], place as u64).expect("it can be written");
     disk.set_times(times).expect("it is ours");

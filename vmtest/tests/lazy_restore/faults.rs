@@ -5,10 +5,9 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 use hearth_recovery::snapshot::Snapshot;
-use hearth_vmtest::{Disk, Drives, Result, TestVm, processes};
-use serde_json::Value;
+use hearth_vmtest::{Disk, Drives, Result, TestVm, event, processes};
 
-use super::{comes_whole, fill, verify};
+use super::{comes_whole, fill, verify, wait_restore};
 
 /// A machine with 64 MiB of known memory that was saved and stopped, its nonce, and its snapshot.
 pub fn saved(name: &str) -> Result<(TestVm, String, PathBuf)> {
@@ -45,7 +44,7 @@ fn incomplete_snapshot_is_refused_by_name() -> Result<()> {
         put_back(&path, &whole);
     }
     let clone = vm.restore(&snapshot, "whole", &[])?;
-    clone.wait_running_json()?;
+    clone.wait_running()?;
     assert_eq!(clone.nonce()?, nonce);
     verify(&clone)
 }
@@ -85,7 +84,7 @@ fn failed_restore_leaves_its_name_free() -> Result<()> {
     vm.stop_at_once()?;
     // The machine that the restore made starts from the snapshot, which can be read now.
     vm.run_configuration(&folder.join("machine.toml"))?;
-    vm.wait_running_json()?;
+    vm.wait_running()?;
     vm.await_console()?;
     assert_eq!(vm.nonce()?, nonce);
     verify(&vm)
@@ -116,7 +115,7 @@ fn damaged_restore_leaves_nothing_and_works_after_repair() -> Result<()> {
     assert!(processes::mentioning(clone.memory_folder()).is_empty(), "a QEMU without a keeper");
     image.write_all_at(&whole, 0).expect("it can be written");
     clone.restart_keeper()?;
-    clone.wait_running_json()?;
+    clone.wait_running()?;
     clone.await_console()?;
     assert_eq!(clone.nonce()?, nonce);
     verify(&clone)
@@ -127,15 +126,11 @@ fn guest_waits_until_a_damaged_page_is_repaired() -> Result<()> {
     let (vm, nonce, snapshot) = saved("mended")?;
     let (image, whole, place) = damage(&snapshot);
     let clone = vm.restore(&snapshot, "waits", &["--lazy"])?;
-    clone.wait_running_json()?;
-    let waits = clone.wait_event_json("an event about the damage", |event| event["kind"] == "restore_waits")?;
-    assert!(waits["why"].as_str().is_some_and(|why| why.contains("of the guest's memory are damaged")), "{waits}");
-    let status = clone.status_json()?;
-    assert_eq!(
-        (&status["restore"]["complete"], status["restore"]["waits"].as_array().map(Vec::len)),
-        (&false.into(), Some(1)),
-        "{status}"
-    );
+    clone.wait_running()?;
+    let why = clone.wait_event("an event about the damage", event!(RestoreWaits { why } => why))?;
+    assert!(why.contains("of the guest's memory are damaged"), "{why}");
+    let restore = clone.status()?.restore.expect("it is being restored");
+    assert_eq!((restore.complete, restore.waits.len()), (false, 1), "{restore:?}");
     let refused = clone.cli_output(&["save", clone.name(), "-o", &vm.folder().join("half").display().to_string()])?;
     assert!(
         refused.status != 0 && refused.text().contains("memory is still being loaded from its snapshot"),
@@ -145,9 +140,7 @@ fn guest_waits_until_a_damaged_page_is_repaired() -> Result<()> {
     let refused = clone.cli_output(&["resize", clone.name(), "data"])?;
     assert!(refused.status != 0 && refused.text().contains("cannot resize: the guest's memory"), "{}", refused.text());
     let verifying = clone.guest().start(&format!("probe verify /tmp/memory {}", super::SEED))?;
-    clone.wait_status_json("only the damaged pages missing", |status| {
-        status["restore"]["pages_missing"].as_u64() <= Some(16)
-    })?;
+    wait_restore(&clone, "only the damaged pages missing", |restore| restore.pages_missing <= 16)?;
     assert!(clone.guest().take_answer(verifying).is_none(), "the verification waits for the damaged page");
     image.write_all_at(&[whole[place]], place as u64).expect("it can be written");
     comes_whole(&clone, verifying, &nonce)
@@ -162,30 +155,23 @@ fn guest_waits_until_a_truncated_image_is_whole() -> Result<()> {
     // A trace prevents the backfill, so that the restore stays unfinished.
     let until = format!("test -e {}", over.display());
     let clone = vm.restore(&snapshot, "waits", &["--trace", "3600", "--until", &until])?;
-    clone.wait_running_json()?;
+    clone.wait_running()?;
     let verifying = clone.guest().start(&format!("probe verify /tmp/memory {}", super::SEED))?;
-    clone.wait_status_json("touched pages", |status| status["restore"]["pages_lazy"].as_u64() > Some(2000))?;
+    wait_restore(&clone, "touched pages", |restore| restore.pages_lazy > 2000)?;
     image.set_len(0).expect("it can be cut off");
-    let is_wait = |event: &Value| event["kind"] == "restore_waits";
-    let waits = clone.wait_event_json("a waiting guest", is_wait)?;
-    let (why, named) = (waits["why"].as_str().unwrap_or_default(), format!("{}: pages ", ram.display()));
-    assert!(why.starts_with(&named) && why.ends_with("the file cannot be read there"), "{waits}");
+    let waits = event!(RestoreWaits { why } => why);
+    let (why, named) = (clone.wait_event("a waiting guest", waits)?, format!("{}: pages ", ram.display()));
+    assert!(why.starts_with(&named) && why.ends_with("the file cannot be read there"), "{why}");
     fs::write(&over, "").expect("a file");
     // From now on the backfill runs, and meets the missing image.
-    clone.wait_event_json("the trace is over", |event| event["kind"] == "error")?;
-    clone.wait_status_json("a list of all that is missing", |status| {
-        status["restore"]["waits"].as_array().is_some_and(|waits| waits.last().is_some_and(is_rest))
-    })?;
-    let events = clone.events_json();
-    let count = events.iter().filter(|event| is_wait(event)).count();
+    clone.wait_event("the trace is over", event!(Error))?;
+    let is_rest = |line: &String| line.starts_with("and ") && line.ends_with(" more");
+    wait_restore(&clone, "a list of all that is missing", |restore| restore.waits.last().is_some_and(is_rest))?;
+    let count = clone.events().iter().filter_map(waits).count();
     assert!(count <= 16, "too many events about missing memory: {count}");
     assert!(clone.guest().take_answer(verifying).is_none(), "the verification waits for the missing image");
     image.write_all_at(&whole, 0).expect("it can be written");
     comes_whole(&clone, verifying, &nonce)
-}
-
-fn is_rest(line: &Value) -> bool {
-    line.as_str().is_some_and(|line| line.starts_with("and ") && line.ends_with(" more"))
 }
 
 #[test]
@@ -202,20 +188,16 @@ fn whole_copy_replaces_damaged_image_another_is_refused() -> Result<()> {
         fs::write(&new, bytes).and_then(|()| fs::rename(&new, snapshot.join("ram"))).expect("it can be put there");
     };
     let clone = vm.restore(&snapshot, "waits", &["--lazy"])?;
-    clone.wait_running_json()?;
+    clone.wait_running()?;
     let waits_for = |what: &str| {
-        clone.wait_event_json(what, |event| {
-            let why = event["why"].as_str().unwrap_or_default();
-            event["kind"] == "restore_waits" && why.contains("of the guest's memory are damaged") && why.contains(what)
-        })
+        let damaged = "of the guest's memory are damaged";
+        clone.wait_event(what, event!(RestoreWaits { why } if why.contains(damaged) && why.contains(what)))
     };
     waits_for("their checksum is wrong")?;
     let verifying = clone.guest().start(&format!("probe verify /tmp/memory {}", super::SEED))?;
     put(&fs::read(other.join("ram")).expect("it was saved"));
     waits_for("is not the file that was opened, nor a whole copy of it")?;
-    clone.wait_status_json("only the damaged pages missing", |status| {
-        status["restore"]["pages_missing"].as_u64() <= Some(16)
-    })?;
+    wait_restore(&clone, "only the damaged pages missing", |restore| restore.pages_missing <= 16)?;
     assert!(clone.guest().take_answer(verifying).is_none(), "the verification waits for the damaged page");
     put(&whole);
     comes_whole(&clone, verifying, &nonce)
@@ -228,7 +210,7 @@ fn clone_waits_for_its_original_base_image() -> Result<()> {
     vm.save(&snapshot)?;
     vm.stop_at_once()?;
     let clone = vm.restore(&snapshot, "upper", &[])?;
-    clone.wait_event_json("all memory is there", |event| event["kind"] == "restore_complete")?;
+    clone.wait_event("all memory is there", event!(RestoreComplete))?;
     clone.sh("mkdir -p /d && mount /dev/vda /d && echo kept >/d/kept && umount /d")?;
     clone.stop_at_once()?;
     let opened = Snapshot::open(&snapshot).expect("it was saved");

@@ -5,9 +5,9 @@
 use std::fs;
 use std::path::Path;
 
+use hearth_api::{MachineState, MachineStatus};
 use hearth_recovery::snapshot::Snapshot;
-use hearth_vmtest::{Disk, Drives, Result, START_AGENT, TestVm, artifacts, images, patience};
-use serde_json::Value;
+use hearth_vmtest::{Disk, Drives, Result, START_AGENT, TestVm, artifacts, event, images, patience};
 
 use super::object_store::{Stand, address};
 
@@ -42,8 +42,8 @@ fn at_work(vm: TestVm) -> Result<TestVm> {
     Ok(vm)
 }
 
-fn is_thawed(status: &Value) -> bool {
-    status["frozen"].is_null() && status["save"].is_null() && status["state"] == "running"
+fn is_thawed(status: &MachineStatus) -> bool {
+    status.frozen.is_none() && status.save.is_none() && status.state == MachineState::Running
 }
 
 fn count_of(vm: &TestVm, kind: &str) -> Result<usize> {
@@ -69,23 +69,22 @@ fn frozen_file_systems_are_clean_and_thaw_everywhere() -> Result<()> {
     let (nonce, as_it_ran, frozen) = (vm.nonce()?, vm.folder().join("as-it-ran"), vm.folder().join("frozen"));
     vm.save(&as_it_ran)?;
     vm.save_with(&frozen, &["--freeze"])?;
-    let said = vm.wait_event_json("a frozen save", |event| event["kind"] == "save_frozen")?;
-    assert_eq!(said["file_systems"], 1, "{said}");
-    let thawed = vm.wait_event_json("thawed file systems", |event| event["kind"] == "thawed")?;
-    assert!(thawed["file_systems"] == 1 && thawed["frozen_ms"].as_f64() > Some(0.0), "{thawed}");
+    assert_eq!(vm.wait_event("a frozen save", event!(SaveFrozen { file_systems, .. } => file_systems))?, 1);
+    let thawed = event!(Thawed { file_systems, frozen_ms } => (file_systems, frozen_ms));
+    let (count, frozen_ms) = vm.wait_event("thawed file systems", thawed)?;
+    assert!(count == 1 && frozen_ms > Some(0.0), "{count}, {frozen_ms:?}");
     await_writer(&vm)?;
     assert!(needs_recovery(&as_it_ran)?, "a file system that is written to needs its journal");
     assert!(!needs_recovery(&frozen)?);
     vm.stop_at_once()?;
     for (name, option) in [("lazily", "--lazy"), ("eagerly", "--eager")] {
         let clone = vm.restore(&frozen, name, &[option])?;
-        clone.wait_running_json()?;
-        let thawed = clone.wait_event_json("thawed file systems", |event| event["kind"] == "thawed")?;
-        assert_eq!((&thawed["file_systems"], &thawed["frozen_ms"]), (&Value::from(1), &Value::Null), "{thawed}");
+        clone.wait_running()?;
+        assert_eq!(clone.wait_event("thawed file systems", thawed)?, (1, None));
         clone.await_console()?;
         await_writer(&clone)?;
         assert_eq!(clone.nonce()?, nonce);
-        clone.wait_event_json("all memory is there", |event| event["kind"] == "restore_complete")?;
+        clone.wait_event("all memory is there", event!(RestoreComplete))?;
         clone.stop_at_once()?;
     }
     Ok(())
@@ -97,17 +96,16 @@ fn frozen_file_systems_are_clean_in_a_store() -> Result<()> {
     let vm = at_work(stand.machine(TestVm::busybox_with_agent("farfrozen").disk(Disk::ext4(64)))?)?;
     let nonce = vm.nonce()?;
     vm.save_with(Path::new(&address("one")), &["--freeze"])?;
-    vm.wait_status_json("thawed file systems", is_thawed)?;
+    vm.wait_status("thawed file systems", is_thawed)?;
     await_writer(&vm)?;
     vm.stop_at_once()?;
     let clone = stand.clone(&vm, "near", "cache", &["--lazy"])?;
-    clone.wait_running_json()?;
-    let thawed = clone.wait_event_json("thawed file systems", |event| event["kind"] == "thawed")?;
-    assert_eq!(thawed["file_systems"], 1, "{thawed}");
+    clone.wait_running()?;
+    assert_eq!(clone.wait_event("thawed file systems", event!(Thawed { file_systems, .. } => file_systems))?, 1);
     clone.await_console()?;
     await_writer(&clone)?;
     assert_eq!(clone.nonce()?, nonce);
-    clone.wait_event_json("a complete disk", |event| event["kind"] == "disk_complete")?;
+    clone.wait_event("a complete disk", event!(DiskComplete))?;
     let disks: Vec<_> =
         fs::read_dir(clone.folder().join("machine/saved-disks")).expect("they were fetched").flatten().collect();
     assert_eq!(disks.len(), 1, "{disks:?}");
@@ -123,7 +121,7 @@ fn agent_channel_survives_hops_keepers_and_parking() -> Result<()> {
         let folder = vm.folder().join(what);
         vm.save_with(&folder, &["--freeze"])?;
         saves += 1;
-        vm.wait_status_json(what, is_thawed)?;
+        vm.wait_status(what, is_thawed)?;
         assert_eq!((count_of(&vm, "save_frozen")?, needs_recovery(&folder)?), (saves, false), "{what}");
         await_writer(&vm)
     };
@@ -133,14 +131,14 @@ fn agent_channel_survives_hops_keepers_and_parking() -> Result<()> {
         check(name)?;
     }
     vm.restart_keeper()?;
-    vm.wait_running_json()?;
+    vm.wait_running()?;
     vm.await_console()?;
     check("taken-over")?;
     let record = vm.folder().join("record.json").display().to_string();
     vm.cli(&["host-reload", "prepare", "--drill", "--record", &record])?;
     vm.wait_keeper_end()?;
     vm.restart_keeper()?;
-    vm.wait_running_json()?;
+    vm.wait_running()?;
     vm.await_console()?;
     check("parked")?;
     Ok(())
@@ -152,16 +150,16 @@ fn next_keeper_thaws_frozen_file_systems() -> Result<()> {
     let vm = machine("killedfrozen")?;
     let nonce = vm.nonce()?;
     vm.restart_keeper_with(&[("HEARTH_DRILL_DIE_AFTER", "freeze")])?;
-    vm.wait_running_json()?;
+    vm.wait_running()?;
     vm.await_console()?;
     let folder = vm.folder().join("snapshot");
     let ended = vm.cli_output(&["save", vm.name(), "-o", &folder.display().to_string(), "--freeze"])?;
     assert!(ended.status != 0, "{}", ended.text());
     assert!(Snapshot::open(&folder).is_err());
     vm.restart_keeper()?;
-    vm.wait_running_json()?;
-    let thawed = vm.wait_event_json("thawed file systems", |event| event["kind"] == "thawed")?;
-    assert_eq!(thawed["file_systems"], 1, "the file system was frozen: {thawed}");
+    vm.wait_running()?;
+    let thawed = event!(Thawed { file_systems, .. } => file_systems);
+    assert_eq!(vm.wait_event("thawed file systems", thawed)?, 1, "the file system was frozen");
     vm.await_console()?;
     await_writer(&vm)?;
     assert_eq!(vm.nonce()?, nonce);
@@ -220,7 +218,7 @@ impl Faulty<'_> {
 
     /// Waits until the guest runs with thawed file systems. An agent that was asked to freeze was also asked to thaw.
     fn settles(&self, is_asked: bool) -> Result<()> {
-        self.vm.wait_status_json("a running guest with thawed file systems", is_thawed)?;
+        self.vm.wait_status("a running guest with thawed file systems", is_thawed)?;
         let asked = self.vm.sh("cat /tmp/asked 2>/dev/null; true")?;
         assert_eq!(asked, if is_asked { "freeze\nthaw\n" } else { "" });
         Ok(())
@@ -247,7 +245,7 @@ fn failing_agent_leaves_the_guest_as_it_was() -> Result<()> {
     let begin = |name: &str| -> Result<()> {
         let folder = vm.folder().join(name).display().to_string();
         vm.cli(&["save", vm.name(), "-o", &folder, "--freeze", "1m", "--no-wait"])?;
-        vm.wait_status_json("a request to the agent", |status| !status["frozen"].is_null())?;
+        vm.wait_status("a request to the agent", |status| status.frozen.is_some())?;
         vm.sh("while [ ! -e /tmp/asked ]; do sleep 0.1; done").map(drop)
     };
     faulty.agent(Some(slow))?;
@@ -263,7 +261,7 @@ fn failing_agent_leaves_the_guest_as_it_was() -> Result<()> {
     faulty.agent(Some(slow))?;
     begin("killed")?;
     vm.restart_keeper()?;
-    vm.wait_running_json()?;
+    vm.wait_running()?;
     vm.await_console()?;
     faulty.settles(true)?;
     assert!(Snapshot::open(&vm.folder().join("killed")).is_err());
@@ -274,9 +272,9 @@ fn failing_agent_leaves_the_guest_as_it_was() -> Result<()> {
     vm.wait_keeper_end()?;
     assert!(Snapshot::open(&folder).expect("it was saved").manifest.frozen);
     let clone = vm.restore(&folder, "clone", &[])?;
-    clone.wait_running_json()?;
+    clone.wait_running()?;
     clone.await_console()?;
-    clone.wait_status_json("thawed file systems", is_thawed)?;
+    clone.wait_status("thawed file systems", is_thawed)?;
     assert_eq!((clone.sh("cat /tmp/asked")?.as_str(), clone.nonce()?), ("freeze\nthaw\n", nonce));
     Ok(())
 }
@@ -295,7 +293,7 @@ fn freeze_without_channel_names_the_remedy() -> Result<()> {
     let text = fs::read_to_string(&config).expect("it is there");
     fs::write(&config, format!("guest_agent = true\n{text}")).expect("it can be written");
     vm.restart_keeper()?;
-    vm.wait_running_json()?;
+    vm.wait_running()?;
     let refused = save()?.text();
     assert!(refused.contains("without a channel to its agent") && refused.contains("`hearth reboot`"), "{refused}");
     let hop = vm.rejuvenate_to(&artifacts::installed_qemu()?)?;

@@ -3,7 +3,7 @@
 
 use std::fs;
 
-use hearth_vmtest::{Drives, Result, TestVm, artifacts, patience};
+use hearth_vmtest::{Drives, Result, TestVm, artifacts, event, patience};
 
 /// Linux's message when its ID changes.
 const RESEEDED: &str = "crng reseeded due to virtual machine fork";
@@ -41,13 +41,13 @@ fn clones_get_their_own_id_and_randomness() -> Result<()> {
     let (mut ids, mut drawn) = (vec![saved], Vec::new());
     for (name, option) in [("one", "--lazy"), ("other", "--eager"), ("forked-again", "--working-set")] {
         let clone = vm.restore(&snapshot, name, &[option])?;
-        clone.wait_running_json()?;
+        clone.wait_running()?;
         clone.await_console()?;
         await_reseed(&clone)?;
         assert_eq!(reseeds(&clone)?, 1, "{name}");
         drawn.push(draw(&clone)?);
         ids.push(vmgenid(&clone)?.expect("it was saved with one"));
-        clone.wait_event_json("all memory is there", |event| event["kind"] == "restore_complete")?;
+        clone.wait_event("all memory is there", event!(RestoreComplete))?;
         clone.stop_at_once()?;
     }
     for all in [&mut ids, &mut drawn] {
@@ -85,10 +85,10 @@ fn guest_saved_without_vmgenid_is_restored_without_it() -> Result<()> {
     assert_eq!(vmgenid(&vm)?, None);
     vm.save_and_stop(&snapshot)?;
     let clone = vm.restore(&snapshot, "clone", &[])?;
-    clone.wait_running_json()?;
+    clone.wait_running()?;
     clone.await_console()?;
     assert_eq!((vmgenid(&clone)?, reseeds(&clone)?, clone.nonce()?), (None, 0, nonce));
-    clone.wait_event_within_json("all memory is there", patience(60), |event| event["kind"] == "restore_complete")?;
+    clone.wait_event_within("all memory is there", patience(60), event!(RestoreComplete))?;
     let hop = clone.rejuvenate_to(&artifacts::qemu_10()?)?;
     assert!(hop.status == 0, "{hop:?}");
     assert_eq!(vmgenid(&clone)?, None);

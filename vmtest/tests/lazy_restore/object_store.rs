@@ -4,12 +4,13 @@ use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
-use hearth_vmtest::{Disk, Drives, Result, TestVm, TestVmBuilder, patience, pattern};
+use hearth_api::{MachineState, RestoreStatus};
+use hearth_vmtest::{Disk, Drives, Result, TestVm, TestVmBuilder, event, patience, pattern};
 use loopback_s3::{BUCKET, S3Server, Wire};
 use serde_json::Value;
 
 use super::dedup::{read_file, verify_file};
-use super::{SEED, comes_whole, fill, verify};
+use super::{SEED, comes_whole, fill, verify, wait_restore};
 
 const MIB: u64 = 1 << 20;
 
@@ -81,8 +82,9 @@ pub(super) fn address(name: &str) -> String {
     format!("s3://{BUCKET}/{name}")
 }
 
-fn wait_complete(vm: &TestVm) -> Result<Value> {
-    vm.wait_event_json("all memory is there", |event| event["kind"] == "restore_complete")
+/// Waits until all memory has arrived. Returns the number of pages that came before the guest ran.
+fn wait_complete(vm: &TestVm) -> Result<u64> {
+    vm.wait_event("all memory is there", event!(RestoreComplete { pages_prefetched, .. } => pages_prefetched))
 }
 
 #[test]
@@ -108,13 +110,11 @@ fn guest_is_restored_from_store_in_each_mode() -> Result<()> {
         let before = stand.server.answer_bytes();
         stand.server.set_wire(wire);
         let clone = stand.clone(&vm, name, cache, &[mode])?;
-        clone.wait_running_json()?;
+        clone.wait_running()?;
         assert_eq!(clone.nonce()?, nonce, "{name}: it is the same guest");
         verify_file(&clone)?;
         verify(&clone)?;
-        let complete = wait_complete(&clone)?;
-        let prefetched = complete["pages_prefetched"].as_u64().unwrap_or_default();
-        assert_eq!(prefetched > 0, mode != "--lazy", "{complete}");
+        assert_eq!(wait_complete(&clone)? > 0, mode != "--lazy", "{name}");
         clone.sh("probe drop-caches")?;
         verify_file(&clone)?;
         let came = stand.server.answer_bytes() - before;
@@ -139,12 +139,11 @@ fn guest_is_restored_from_a_web_server() -> Result<()> {
     let one = format!("{root}/one");
     for (name, mode) in [("web-set", "--working-set"), ("web-lazy", "--lazy")] {
         let clone = vm.restore(Path::new(&one), name, &["--cache", &stand.path(name), mode])?;
-        clone.wait_running_json()?;
+        clone.wait_running()?;
         assert_eq!(clone.nonce()?, nonce, "{name}: it is the same guest");
         verify_file(&clone)?;
         verify(&clone)?;
-        let prefetched = wait_complete(&clone)?["pages_prefetched"].as_u64().unwrap_or_default();
-        assert_eq!(prefetched > 0, mode != "--lazy", "{name}");
+        assert_eq!(wait_complete(&clone)? > 0, mode != "--lazy", "{name}");
         clone.sh("probe drop-caches")?;
         verify_file(&clone)?;
         clone.stop_at_once()?;
@@ -167,7 +166,7 @@ fn guest_is_restored_from_any_vendors_store() -> Result<()> {
     vm.stop_at_once()?;
     for mode in ["--working-set", "--lazy"] {
         let clone = vm.restore(Path::new(&one), &mode[2..], &["--cache", &path(mode), mode])?;
-        clone.wait_running_json()?;
+        clone.wait_running()?;
         assert_eq!(clone.nonce()?, nonce, "{mode}: it is the same guest");
         verify_file(&clone)?;
         verify(&clone)?;
@@ -198,7 +197,7 @@ fn cloned_clones_save_all_base_images() -> Result<()> {
     // A machine restored from a folder can be saved to a store.
     let (credentials, keeper) = (stand.path("s3.env"), stand.path("keeper"));
     let first = vm.restore(&folder, "first", &["--credentials", &credentials, "--cache", &keeper])?;
-    first.wait_running_json()?;
+    first.wait_running()?;
     wait_complete(&first)?;
     first.sh("mkdir /d/old && echo one >/d/lines && sync")?;
     first.save_with(Path::new(&address("one")), &["--dedup-disk"])?;
@@ -206,14 +205,14 @@ fn cloned_clones_save_all_base_images() -> Result<()> {
     // Its own snapshot is removed.
     fs::remove_dir_all(&folder).expect("it was saved there");
     let second = stand.clone(&vm, "second", "cache", &["--eager"])?;
-    second.wait_running_json()?;
+    second.wait_running()?;
     assert_eq!(second.nonce()?, nonce);
     disk_has(&second, "one")?;
     second.sh("echo two >>/d/lines && sync")?;
     second.save(Path::new(&address("two")))?;
     second.stop_at_once()?;
     let third = stand.clone_of("two", &vm, "third", "cache", &[])?;
-    third.wait_running_json()?;
+    third.wait_running()?;
     assert_eq!(third.nonce()?, nonce);
     disk_has(&third, "one\ntwo")?;
     verify(&third)
@@ -222,7 +221,7 @@ fn cloned_clones_save_all_base_images() -> Result<()> {
 /// Starts a command that reads all pages of the pattern, and waits until some have arrived.
 fn begin_verifying(clone: &TestVm) -> Result<u64> {
     let verifying = clone.guest().start(&format!("probe verify /tmp/memory {SEED}"))?;
-    clone.wait_status_json("touched pages", |status| status["restore"]["pages_lazy"].as_u64() > Some(1000))?;
+    wait_restore(clone, "touched pages", |restore| restore.pages_lazy > 1000)?;
     Ok(verifying)
 }
 
@@ -233,18 +232,17 @@ fn guest_waits_for_a_lost_store_and_continues() -> Result<()> {
     stand.server.set_wire(Wire::Slow(4 * MIB));
     // A trace prevents the backfill, so that some memory is always missing.
     let clone = stand.clone(&vm, "waits", "cache", &["--trace", "600"])?;
-    clone.wait_running_json()?;
+    clone.wait_running()?;
     let verifying = begin_verifying(&clone)?;
     stand.server.set_wire(Wire::Dead);
-    let waits = |status: &Value| status["restore"]["waits"].as_array().map_or(0, Vec::len) > 0;
-    let status = clone.wait_status_json("a waiting guest", waits)?;
-    let why = status["restore"]["waits"][0].as_str().unwrap_or_default();
+    let waits = |restore: &RestoreStatus| !restore.waits.is_empty();
+    let why = wait_restore(&clone, "a waiting guest", waits)?.waits.swap_remove(0);
     assert!(why.contains("of the guest's memory cannot be fetched") && why.contains(&address("one/ram")), "{why}");
-    clone.wait_event_json("an event about the waiting guest", |event| event["kind"] == "restore_waits")?;
+    clone.wait_event("an event about the waiting guest", event!(RestoreWaits))?;
     assert!(clone.guest().take_answer(verifying).is_none(), "the verification waits for missing pages");
     // The store is back, but answers with errors.
     stand.server.set_wire(Wire::Failing);
-    clone.wait_status_json("a guest that still waits", waits)?;
+    wait_restore(&clone, "a guest that still waits", waits)?;
     stand.server.set_wire(Wire::Whole);
     let verified =
         clone.wait_console("the end of the verification", patience(60), |heard| heard.take_answer(verifying))?;
@@ -257,7 +255,7 @@ fn next_keeper_fetches_missing_memory_from_a_store() -> Result<()> {
     let stand = Stand::new();
     let (vm, nonce) = stand.saved("orphaned", 64)?;
     let clone = stand.clone(&vm, "orphan", "cache", &["--trace", "600"])?;
-    clone.wait_running_json()?;
+    clone.wait_running()?;
     let verifying = begin_verifying(&clone)?;
     clone.restart_keeper()?;
     comes_whole(&clone, verifying, &nonce)
@@ -268,7 +266,7 @@ fn cache_keeps_its_limit_and_the_restore_completes() -> Result<()> {
     let stand = Stand::new();
     let (vm, nonce) = stand.saved("limited", 150)?;
     let clone = stand.clone(&vm, "small", "cache", &["--lazy", "--cache-size", "64MiB"])?;
-    clone.wait_running_json()?;
+    clone.wait_running()?;
     wait_complete(&clone)?;
     assert_eq!(clone.nonce()?, nonce);
     verify(&clone)?;
@@ -328,17 +326,11 @@ fn incomplete_objects_are_named_and_refused_or_awaited() -> Result<()> {
     let place = whole.chunks_exact(4096).position(|page| page == first).expect("it is there") as u64 * 4096;
     flip("ram", place);
     let clone = stand.clone(&vm, "mended", "cache", &["--lazy"])?;
-    clone.wait_running_json()?;
-    let waits = clone.wait_event_json("an event about the damage", |event| event["kind"] == "restore_waits")?;
-    let why = waits["why"].as_str().unwrap_or_default();
-    assert!(
-        why.starts_with(&address("one/ram: pages ")) && why.contains("of the guest's memory are damaged"),
-        "{waits}"
-    );
+    clone.wait_running()?;
+    let why = clone.wait_event("an event about the damage", event!(RestoreWaits { why } => why))?;
+    assert!(why.starts_with(&address("one/ram: pages ")) && why.contains("of the guest's memory are damaged"), "{why}");
     let verifying = clone.guest().start(&format!("probe verify /tmp/memory {SEED}"))?;
-    clone.wait_status_json("only the damaged pages missing", |status| {
-        status["restore"]["pages_missing"].as_u64() <= Some(16)
-    })?;
+    wait_restore(&clone, "only the damaged pages missing", |restore| restore.pages_missing <= 16)?;
     assert!(clone.guest().take_answer(verifying).is_none(), "the verification waits for the damaged page");
     flip("ram", place);
     comes_whole(&clone, verifying, &nonce)
@@ -358,7 +350,7 @@ fn failed_upload_leaves_guest_and_store_clean() -> Result<()> {
     let nonce = vm.nonce()?;
     fill(&vm, 64)?;
     let is_as_it_was = |what: &str| -> Result<()> {
-        vm.wait_status_json(what, |status| status["save"].is_null() && status["state"] == "running")?;
+        vm.wait_status(what, |status| status.save.is_none() && status.state == MachineState::Running)?;
         stand.server.await_empty();
         assert_eq!(fs::read_dir(stand.path("keeper")).expect("it was used").count(), 0, "{what}");
         assert_eq!(vm.nonce()?, nonce, "{what}");
@@ -366,9 +358,11 @@ fn failed_upload_leaves_guest_and_store_clean() -> Result<()> {
     };
     stand.server.set_wire(Wire::Slow(4 * MIB));
     vm.cli(&["save", vm.name(), "-o", &address("one"), "--stop", "--no-wait"])?;
-    vm.wait_status_json("part of the upload", |status| status["save"]["upload_bytes_done"].as_u64() > Some(8 * MIB))?;
+    vm.wait_status("part of the upload", |status| {
+        status.save.as_ref().is_some_and(|save| save.upload_bytes_done > 8 * MIB)
+    })?;
     vm.cli_output(&["save", vm.name(), "--cancel"])?;
-    vm.wait_event_json("a cancelled save", |event| event["kind"] == "save_failed")?;
+    vm.wait_event("a cancelled save", event!(SaveFailed))?;
     is_as_it_was("cancelled")?;
     stand.server.set_wire(Wire::Dead);
     let refused = vm.cli_output(&["save", vm.name(), "-o", &address("one")])?;
@@ -402,8 +396,8 @@ fn rehearsal_notes_the_working_set_in_the_store() -> Result<()> {
     let pages = shown["working_set"]["pages"].as_u64().expect("a set was noted");
     assert!(pages > 0 && said.contains(&format!("{pages} pages in the working set")), "{said}");
     let clone = stand.clone(&vm, "ahead", "cache", &[])?;
-    clone.wait_running_json()?;
-    assert_eq!(wait_complete(&clone)?["pages_prefetched"], pages);
+    clone.wait_running()?;
+    assert_eq!(wait_complete(&clone)?, pages);
     assert_eq!(clone.nonce()?, nonce);
     verify(&clone)
 }

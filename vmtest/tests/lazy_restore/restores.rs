@@ -3,30 +3,22 @@
 use std::collections::{BTreeSet, HashSet};
 use std::path::Path;
 
+use hearth_api::RestoreStatus;
 use hearth_recovery::snapshot::Snapshot;
 use hearth_vmtest::known::counts_beyond;
-use hearth_vmtest::{Disk, Drives, Result, TestVm, artifacts, page_cache};
+use hearth_vmtest::{Disk, Drives, Result, TestVm, artifacts, event, page_cache};
 use serde_json::Value;
 
 use super::{MOST_MIB, boot_filled, count, fill, first_word, first_words, start_counter, verify};
 
-fn wait_complete(vm: &TestVm) -> Result<Value> {
-    vm.wait_event_json("all memory is there", |event| event["kind"] == "restore_complete")?;
-    let restore = vm.status_json()?["restore"].clone();
-    assert_eq!((&restore["complete"], &restore["pages_missing"]), (&Value::from(true), &Value::from(0)), "{restore}");
+fn wait_complete(vm: &TestVm) -> Result<RestoreStatus> {
+    vm.wait_event("all memory is there", event!(RestoreComplete))?;
+    let restore = vm.status()?.restore.expect("it was restored");
+    assert_eq!((restore.complete, restore.pages_missing), (true, 0), "{restore:?}");
     Ok(restore)
 }
 
 pub const WAYS: [(&str, &[&str]); 3] = [("lazy", &["--lazy"]), ("eager", &["--eager"]), ("set", &["--working-set"])];
-
-/// Metrics, and the matching fields of the status. None of them changes once all memory has arrived.
-const METRICS: [(&str, &str); 5] = [
-    ("hearth_restore_pages", "pages"),
-    ("hearth_restore_prefetched_pages", "pages_prefetched"),
-    ("hearth_restore_lazy_pages", "pages_lazy"),
-    ("hearth_restore_filled_pages", "pages_filled"),
-    ("hearth_restore_missing_pages", "pages_missing"),
-];
 
 /// Restores a clone and waits for all its memory. `warm`: the snapshot is in the host's page cache before that.
 pub fn comes_back(vm: &TestVm, snapshot: &Path, way: (&str, &[&str]), warm: bool, nonce: &str) -> Result<TestVm> {
@@ -36,19 +28,26 @@ pub fn comes_back(vm: &TestVm, snapshot: &Path, way: (&str, &[&str]), warm: bool
         false => page_cache::evict_all(snapshot).expect("files"),
     }
     let clone = vm.restore(snapshot, &name, way.1)?;
-    clone.wait_running_json()?;
+    clone.wait_running()?;
     assert_eq!(clone.nonce()?, nonce, "{name}: it is the same guest");
     counts_beyond(&clone, count(&clone)?)?;
     verify(&clone)?;
     let restore = wait_complete(&clone)?;
-    let prefetched = restore["pages_prefetched"] == restore["pages"];
-    assert_eq!(prefetched, way.0 == "eager", "{name}: {restore}");
-    for (metric, field) in METRICS {
-        assert_eq!(clone.metric(metric)?, restore[field].as_f64(), "{name}: {metric} and {restore}");
+    let prefetched = restore.pages_prefetched == restore.pages;
+    assert_eq!(prefetched, way.0 == "eager", "{name}: {restore:?}");
+    // None of these changes once all memory has arrived.
+    for (metric, pages) in [
+        ("hearth_restore_pages", restore.pages),
+        ("hearth_restore_prefetched_pages", restore.pages_prefetched),
+        ("hearth_restore_lazy_pages", restore.pages_lazy),
+        ("hearth_restore_filled_pages", restore.pages_filled),
+        ("hearth_restore_missing_pages", restore.pages_missing),
+    ] {
+        assert_eq!(clone.metric(metric)?, Some(pages as f64), "{name}: {metric} and {restore:?}");
     }
     assert_eq!(clone.metric("hearth_restore_complete")?, Some(1.0), "{name}");
     let has_faults = clone.metric("hearth_restore_fault_seconds")?.is_some();
-    assert_eq!(has_faults, restore["faults"].as_u64() > Some(0), "{name}: {restore}");
+    assert_eq!(has_faults, restore.faults > 0, "{name}: {restore:?}");
     Ok(clone)
 }
 
@@ -63,8 +62,8 @@ fn each_restore_mode_returns_the_same_guest() -> Result<()> {
     for way in WAYS {
         for warm in [true, false] {
             let clone = comes_back(&vm, &snapshot, way, warm, &nonce)?;
-            let pages = clone.status_json()?["restore"]["pages"].as_u64();
-            assert!(pages > Some((MOST_MIB << 20) / 4096), "{pages:?}");
+            let restore = clone.status()?.restore.expect("it was restored");
+            assert!(restore.pages > (MOST_MIB << 20) / 4096, "{restore:?}");
             clone.stop_at_once()?;
         }
     }
@@ -81,7 +80,7 @@ fn two_clones_run_on_own_disks() -> Result<()> {
     vm.save_and_stop(&snapshot)?;
     let clones = [vm.restore(&snapshot, "one", &["--lazy"])?, vm.restore(&snapshot, "other", &["--lazy"])?];
     for clone in &clones {
-        clone.wait_running_json()?;
+        clone.wait_running()?;
         assert_eq!(clone.nonce()?, nonce);
         clone.sh(
             "dd if=/dev/vda of=/tmp/back bs=64k count=256 iflag=direct 2>&1 && cmp -n 16777216 /tmp/memory /tmp/back",
@@ -93,8 +92,8 @@ fn two_clones_run_on_own_disks() -> Result<()> {
         wait_complete(clone)?;
         let mine = clone.sh("dd if=/dev/vda bs=512 skip=40000 count=1 iflag=direct 2>/dev/null | head -n 1")?;
         assert_eq!(mine.trim(), clone.name(), "each clone writes to its own disk");
-        let status = clone.status_json()?;
-        assert_eq!(status["disks"][0]["io_errors"], 0, "{status}");
+        let status = clone.status()?;
+        assert_eq!(status.disks[0].io_errors, 0, "{status:?}");
         // The clone is a normal machine now.
         clone.reboot_forced()?;
         clone.wait_incarnation(2)?;
@@ -117,11 +116,11 @@ fn simultaneous_clones_read_shared_memory_once() -> Result<()> {
     let clones = [vm.restore(&snapshot, "one", &["--lazy"])?, vm.restore(&snapshot, "other", &["--lazy"])?];
     let (mut read, saved) = (0, std::fs::metadata(&ram).expect("it was saved").len());
     for clone in &clones {
-        clone.wait_running_json()?;
+        clone.wait_running()?;
         assert_eq!(clone.nonce()?, nonce);
         wait_complete(clone)?;
-        let keeper = clone.status_json()?["keeper"]["pid"].as_u64().expect("a number");
-        read += page_cache::disk_read_bytes(keeper).expect("it lives");
+        let keeper = clone.status()?.keeper.pid;
+        read += page_cache::disk_read_bytes(keeper.into()).expect("it lives");
     }
     let cached = page_cache::resident_bytes(&ram).expect("it was saved");
     eprintln!("{saved} bytes of memory: {read} were read from the disk for both, {cached} are in the page cache");
@@ -139,23 +138,22 @@ fn traced_working_set_is_prefetched_next_time() -> Result<()> {
     let verified = vm.folder().join("verified");
     let until = format!("test -e {}", verified.display());
     let traced = vm.restore(&snapshot, "first", &["--trace", "3600", "--until", &until])?;
-    traced.wait_running_json()?;
+    traced.wait_running()?;
     verify(&traced)?;
     std::fs::write(&verified, "").expect("a file");
-    let noted = traced.wait_event_json("a noted working set", |event| event["kind"] == "working_set_traced")?;
-    let pages = noted["pages"].as_u64().expect("a number");
-    assert!(pages > (64 << 20) / 4096, "the working set lacks verified pages: {noted}");
+    let pages = traced.wait_event("a noted working set", event!(WorkingSetTraced { pages } => pages))?;
+    assert!(pages > (64 << 20) / 4096, "the working set lacks verified pages: {pages}");
     wait_complete(&traced)?;
     traced.stop_at_once()?;
     let shown: Value =
         serde_json::from_str(&vm.cli(&["working-set", &snapshot.display().to_string(), "--json"])?).expect("JSON");
     assert_eq!(shown["working_set"]["pages"], pages, "{shown}");
     let again = vm.restore(&snapshot, "again", &[])?;
-    again.wait_running_json()?;
+    again.wait_running()?;
     assert_eq!(again.nonce()?, nonce);
     verify(&again)?;
     let restore = wait_complete(&again)?;
-    assert_eq!(restore["pages_prefetched"], pages, "{restore}");
+    assert_eq!(restore.pages_prefetched, pages, "{restore:?}");
     again.stop_at_once()?;
     Ok(())
 }
@@ -188,13 +186,13 @@ fn restored_guest_is_saved_again_with_unchanged_pages() -> Result<()> {
     let disk = vm.sh("md5sum </dev/vda")?;
     vm.save_and_stop(&first)?;
     let clone = vm.restore(&first, "second", &["--lazy"])?;
-    clone.wait_running_json()?;
+    clone.wait_running()?;
     let second = vm.folder().join("second");
     wait_complete(&clone)?;
     clone.save_and_stop(&second)?;
     compare(&first, &second);
     let last = vm.restore(&second, "third", &["--lazy"])?;
-    last.wait_running_json()?;
+    last.wait_running()?;
     assert_eq!(last.nonce()?, nonce);
     verify(&last)?;
     last.sh("probe drop-caches")?;
@@ -235,13 +233,13 @@ fn snapshot_moves_between_qemu_versions_and_back() -> Result<()> {
     fill(&vm, 32)?;
     start_counter(&vm)?;
     vm.sh("echo kept | dd of=/dev/vda bs=512 seek=7 conv=notrunc,fsync,sync 2>&1")?;
-    let version = |vm: &TestVm| vm.status_json().map(|status| status["qemu"]["version"].clone());
+    let version = |vm: &TestVm| vm.qemu().map(|qemu| qemu.version);
     let (first, mut snapshot) = (version(&vm)?, vm.folder().join("first"));
     vm.save_and_stop(&snapshot)?;
     for (name, qemu, is_first) in [("newer", new, false), ("back", old, true)] {
         // The second has no configuration file to be compared with: the clone's was removed with it.
         let clone = vm.restore(&snapshot, name, &["--lazy", "--qemu", qemu, "--trust-config"])?;
-        clone.wait_running_json()?;
+        clone.wait_running()?;
         assert_eq!(clone.nonce()?, nonce, "{name}: it is the same guest");
         let now = version(&clone)?;
         assert_eq!(now == first, is_first, "{name}: {now} after {first}");

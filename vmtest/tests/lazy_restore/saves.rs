@@ -4,9 +4,10 @@ use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+use hearth_api::MachineState;
 use hearth_recovery::snapshot::Snapshot;
 use hearth_vmtest::known::{fio_ends_well, fio_goes_on, start_fio};
-use hearth_vmtest::{Disk, Drives, Result, TestVm, patience};
+use hearth_vmtest::{Disk, Drives, Result, TestVm, event, patience};
 
 use super::{count, fill, start_counter, verify};
 
@@ -29,7 +30,7 @@ fn saved_guest_continues_and_snapshot_is_whole() -> Result<()> {
     }
     let again = vm.cli_output(&["save", vm.name(), "-o", &folder.display().to_string()])?;
     assert!(again.status != 0 && again.text().contains("exists already"), "{}", again.text());
-    assert_eq!(vm.status_json()?["state"], "running");
+    assert_eq!(vm.status()?.state, MachineState::Running);
     vm.rejuvenate()?;
     assert_eq!(vm.nonce()?, nonce, "the guest can still hop");
     Ok(())
@@ -51,7 +52,7 @@ fn cancelled_save_leaves_guest_unchanged_and_no_files() -> Result<()> {
         let folder = vm.folder().join(format!("snapshot{attempt}"));
         begin_save(&vm, &folder)?;
         vm.cli_output(&["save", vm.name(), "--cancel"])?;
-        vm.wait_status_json("the save's end", |status| status["save"].is_null() && status["state"] == "running")?;
+        vm.wait_status("the save's end", |status| status.save.is_none() && status.state == MachineState::Running)?;
         assert_eq!(vm.nonce()?, nonce);
         assert_eq!(folder.exists(), Snapshot::open(&folder).is_ok());
         cancelled |= !folder.exists();
@@ -125,7 +126,7 @@ fn hanging_disk_of_a_save_delays_nothing_else() -> Result<()> {
     for _ in 0..5 {
         begin_save(&vm, &folder)?;
         volume.hang();
-        if !vm.status_json()?["save"].is_null() {
+        if vm.status()?.save.is_some() {
             break;
         }
         volume.resume();
@@ -141,8 +142,8 @@ fn hanging_disk_of_a_save_delays_nothing_else() -> Result<()> {
     vm.reboot_forced()?;
     vm.wait_incarnation(2)?;
     volume.resume();
-    let failed = vm.wait_event_json("the save's end", |event| event["kind"] == "save_failed")?;
-    assert!(failed["why"].as_str().is_some_and(|why| why.contains("cancelled by the operator")), "{failed}");
+    let why = vm.wait_event("the save's end", event!(SaveFailed { why, .. } => why))?;
+    assert!(why.contains("cancelled by the operator"), "{why}");
     assert!(!folder.exists(), "the cancelled save leaves nothing");
     vm.save(Path::new(&another))
 }
@@ -166,7 +167,7 @@ fn keeper_answers_while_a_saves_folder_hangs() -> Result<()> {
     let (asked, during) = std::thread::scope(|scope| {
         let asked = scope.spawn(|| vm.cli_output(&["save", vm.name(), "-o", &folder]));
         let during = vm
-            .wait_event_json("the request", |event| event["kind"] == "request" && event["verb"] == "save")
+            .wait_event("the request", event!(Request { verb } if verb == "save"))
             .and_then(|_| vm.cli_output(&["save", vm.name(), "-o", "/tmp/another"]));
         let answered_first = !asked.is_finished();
         volume.resume();
@@ -187,7 +188,7 @@ fn guest_continues_after_keeper_dies_in_save() -> Result<()> {
     fill(&vm, 220)?;
     begin_save(&vm, &folder)?;
     vm.restart_keeper()?;
-    vm.wait_running_json()?;
+    vm.wait_running()?;
     vm.await_console()?;
     assert_eq!(vm.nonce()?, nonce);
     verify(&vm)?;
@@ -241,22 +242,22 @@ fn busy_guest_is_saved_at_one_moment() -> Result<()> {
     await_turns(&vm, 3)?;
     vm.stop_at_once()?;
     let clone = vm.restore(&first, "clone", &["--lazy"])?;
-    clone.wait_running_json()?;
+    clone.wait_running()?;
     assert_eq!(clone.nonce()?, nonce);
     await_turns(&clone, 3)?;
-    clone.wait_event_json("all memory is there", |event| event["kind"] == "restore_complete")?;
+    clone.wait_event("all memory is there", event!(RestoreComplete))?;
     // The clone's disk is a qcow2 image.
     clone.save(&second)?;
-    let saved = clone.wait_event_json("the save's end", |event| event["kind"] == "saved")?;
-    let held = clone.wait_event_json("the save's start", |event| event["kind"] == "save_started")?["held_why"].clone();
+    let rounds = clone.wait_event("the save's end", event!(Saved { rounds, .. } => rounds))?;
+    let held_why = clone.wait_event("the save's start", event!(SaveStarted { held_why, .. } => held_why))?;
     await_turns(&clone, 3)?;
     clone.stop_at_once()?;
     let last = vm.restore(&second, "last", &["--eager"])?;
-    last.wait_running_json()?;
+    last.wait_running()?;
     assert_eq!(last.nonce()?, nonce);
     await_turns(&last, 3)?;
     verify(&last)?;
-    assert!(saved["rounds"].as_u64() > Some(0) || held.is_string(), "{saved}");
+    assert!(rounds > 0 || held_why.is_some());
     Ok(())
 }
 
@@ -267,13 +268,13 @@ fn verifying_load_completes_in_guest_and_clone() -> Result<()> {
     fill(&vm, 32)?;
     start_fio(&vm)?;
     vm.sh(CHURN)?;
-    vm.wait_status_json("a running load", |status| status["disks"][0]["written_bytes"].as_u64() > Some(1 << 20))?;
+    vm.wait_status("a running load", |status| status.disks[0].written_bytes > (1 << 20))?;
     vm.save(&snapshot)?;
     fio_goes_on(&vm)?;
     loads_end_well(&vm)?;
     vm.stop_at_once()?;
     let clone = vm.restore(&snapshot, "clone", &["--lazy"])?;
-    clone.wait_running_json()?;
+    clone.wait_running()?;
     assert_eq!(clone.nonce()?, nonce);
     fio_goes_on(&clone)?;
     loads_end_well(&clone)

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use hearth_recovery::snapshot::pages::PageReader;
 use hearth_recovery::snapshot::{AgedPage, Snapshot, Source, aged_pages};
-use hearth_vmtest::{Drives, Result, TestVm, patience};
+use hearth_vmtest::{Drives, Result, TestVm, event, patience};
 use serde_json::Value;
 
 use super::{SEED, fill, first_word, first_words, verify};
@@ -47,8 +47,7 @@ fn scan_finds_the_working_set_that_clones_prefetch() -> Result<()> {
     vm.save_with(&snapshot, &["--scan"])?;
     assert_eq!(vm.nonce()?, nonce);
     verify_both(&vm)?;
-    let scanned = vm.wait_event_json("the scan's end", |event| event["kind"] == "save_scanned")?;
-    assert_eq!(scanned["rounds"], 5, "{scanned}");
+    assert_eq!(vm.wait_event("the scan's end", event!(SaveScanned { rounds, .. } => rounds))?, 5);
     vm.stop_at_once()?;
 
     let set = Snapshot::open(&snapshot).expect("it was saved").working_set.expect("it is whole").expect("it was noted");
@@ -64,11 +63,11 @@ fn scan_finds_the_working_set_that_clones_prefetch() -> Result<()> {
     assert_eq!(shown["working_set"]["source"], "a scan before the save", "{shown}");
 
     let clone = vm.restore(&snapshot, "ahead", &[])?;
-    clone.wait_running_json()?;
+    clone.wait_running()?;
     assert_eq!(clone.nonce()?, nonce);
     verify_both(&clone)?;
-    let complete = clone.wait_event_json("all memory is there", |event| event["kind"] == "restore_complete")?;
-    assert_eq!(complete["pages_prefetched"], pages, "{complete}");
+    let prefetched = event!(RestoreComplete { pages_prefetched, .. } => pages_prefetched);
+    assert_eq!(clone.wait_event("all memory is there", prefetched)?, pages as u64);
     Ok(())
 }
 
@@ -76,8 +75,10 @@ fn scan_finds_the_working_set_that_clones_prefetch() -> Result<()> {
 fn begin_scan(vm: &TestVm, folder: &std::path::Path) -> Result<()> {
     let folder = folder.display().to_string();
     vm.cli(&["save", vm.name(), "-o", &folder, "--scan", "100ms,1000", "--no-wait"])?;
-    vm.wait_status_json("some rounds of the scan", |status| status["save"]["scan"]["rounds_done"].as_u64() > Some(2))
-        .map(drop)
+    vm.wait_status("some rounds of the scan", |status| {
+        status.save.as_ref().and_then(|save| save.scan).is_some_and(|scan| scan.rounds_done > 2)
+    })
+    .map(drop)
 }
 
 #[test]
@@ -91,7 +92,7 @@ fn cancelled_scan_leaves_guest_unchanged_and_no_files() -> Result<()> {
     let again = vm.cli_output(&["save", vm.name(), "-o", "/nowhere", "--scan"])?;
     assert!(again.status != 0 && again.text().contains("another save is running"), "{}", again.text());
     vm.cli_output(&["save", vm.name(), "--cancel"])?;
-    vm.wait_event_json("a cancelled save", |event| event["kind"] == "save_failed")?;
+    vm.wait_event("a cancelled save", event!(SaveFailed))?;
     assert!(!folder.exists());
     assert_eq!(vm.nonce()?, nonce);
     verify_both(&vm)?;
@@ -105,7 +106,7 @@ fn guest_that_dies_in_a_scan_reboots() -> Result<()> {
     begin_scan(&vm, &folder)?;
     vm.kill_qemu()?;
     vm.wait_incarnation(2)?;
-    vm.wait_event_json("the save's end", |event| event["kind"] == "save_failed")?;
+    vm.wait_event("the save's end", event!(SaveFailed))?;
     assert!(!folder.exists());
     Ok(())
 }
@@ -117,7 +118,7 @@ fn next_keeper_scans_after_one_dies_scanning() -> Result<()> {
     start_reader(&vm)?;
     begin_scan(&vm, &vm.folder().join("snapshot"))?;
     vm.restart_keeper()?;
-    vm.wait_running_json()?;
+    vm.wait_running()?;
     vm.await_console()?;
     assert_eq!(vm.nonce()?, nonce);
     verify_both(&vm)?;
@@ -165,8 +166,7 @@ fn scan_sees_code_translated_long_ago() -> Result<()> {
     vm.wait_keeper_end()?;
     let scanned = set(&snapshot, |_| true);
     let clone = vm.restore(&snapshot, "clone", &["--trace", "3"])?;
-    clone
-        .wait_event_within_json("a traced working set", patience(60), |event| event["kind"] == "working_set_traced")?;
+    clone.wait_event_within("a traced working set", patience(60), event!(WorkingSetTraced))?;
     clone.stop_at_once()?;
     // The kernel's code begins at 16 MiB and takes 14 MiB.
     let traced = set(&snapshot, |aged| aged.age == 0 && (4096..7680).contains(&aged.page));

@@ -35,7 +35,7 @@ fn web_server_and_database_survive_each_restore_mode() -> Result<()> {
         for warm in [true, false] {
             let clone = comes_back(&vm, &snapshot, way, warm, &nonce)?;
             serves(&clone)?;
-            eprintln!("{way:?}, warm {warm}: both are there, {}", clone.status_json()?["restore"]);
+            eprintln!("{way:?}, warm {warm}: both are there, {:?}", clone.status()?.restore);
             clone.has_no_disk_errors()?;
             clone.stop_at_once()?;
         }

@@ -40,7 +40,7 @@ fn disk_with_shared_blocks_is_saved_without_copy() -> Result<()> {
     assert!(saved.len() == DISK_BYTES && saved[WRITTEN_BYTES..] == content[WRITTEN_BYTES..]);
     assert!(saved != fs::read(&image).expect("it is there"), "the guest has continued to write");
     let clone = vm.restore(&snapshot, "clone", &["--lazy"])?;
-    clone.wait_running_json()?;
+    clone.wait_running()?;
     assert_eq!(clone.nonce()?, nonce);
     await_turns(&clone, 5)?;
     verify(&clone)?;

@@ -2,9 +2,9 @@
 
 use std::path::Path;
 
+use hearth_api::MachineStatus;
 use hearth_vmtest::known::{counts_beyond, fio_is_content, start_endless_fio};
-use hearth_vmtest::{Disk, Drives, Result, TestVm, patience};
-use serde_json::Value;
+use hearth_vmtest::{Disk, Drives, Result, TestVm, event, patience};
 
 use super::{count, fill, start_counter, verify};
 
@@ -22,7 +22,7 @@ fn a_hundred_restores_succeed() -> Result<()> {
     fill(&vm, KNOWN_MIB)?;
     start_counter(&vm)?;
     start_endless_fio(&vm)?;
-    vm.wait_status_json("a running load", |status| written(status) > 1 << 20)?;
+    vm.wait_status("a running load", |status| written(status) > 1 << 20)?;
     vm.save(&snapshot)?;
     vm.stop_at_once()?;
     let (mut complete_ms, mut failures) = (Vec::new(), Vec::new());
@@ -57,31 +57,32 @@ fn a_hundred_restores_succeed() -> Result<()> {
 fn round(vm: &TestVm, snapshot: &Path, name: &str, way: &[&str], nonce: &str) -> std::result::Result<f64, String> {
     let failed = |error: hearth_vmtest::Error| error.to_string();
     let clone = vm.restore(snapshot, name, way).map_err(failed)?;
-    let status = clone.wait_running_json().map_err(failed)?;
+    let status = clone.wait_running().map_err(failed)?;
     if clone.nonce().map_err(failed)? != nonce {
         return Err("not the guest that was saved".to_owned());
     }
     let counted = count(&clone).map_err(failed)?;
     counts_beyond(&clone, counted).map_err(failed)?;
     verify(&clone).map_err(failed)?;
-    let continues = |now: &Value| written(now) > written(&status);
-    clone.wait_status_json("a load that continues", continues).map_err(failed)?;
-    let complete = |event: &Value| event["kind"] == "restore_complete";
-    let complete = clone.wait_event_within_json("all memory is there", patience(60), complete).map_err(failed)?;
+    let continues = |now: &MachineStatus| written(now) > written(&status);
+    clone.wait_status("a load that continues", continues).map_err(failed)?;
+    let complete = event!(RestoreComplete { duration_ms, .. } => duration_ms);
+    let duration_ms = clone.wait_event_within("all memory is there", patience(60), complete).map_err(failed)?;
     // Verify again: no page comes from the snapshot any more.
     verify(&clone).map_err(failed)?;
     if !fio_is_content(&clone).map_err(failed)? {
         return Err(clone.sh("cat /tmp/fio.log").map_err(failed)?);
     }
-    let status = clone.status_json().map_err(failed)?;
-    let (disk, restore) = (&status["disks"][0], &status["restore"]);
-    if disk["io_errors"] != 0 || disk["bad_requests"] != 0 || restore["pages_missing"] != 0 {
-        return Err(status.to_string());
+    let status = clone.status().map_err(failed)?;
+    let disk = &status.disks[0];
+    let missing = status.restore.as_ref().is_none_or(|restore| restore.pages_missing != 0);
+    if disk.io_errors != 0 || disk.bad_requests != 0 || missing {
+        return Err(format!("{status:?}"));
     }
     clone.stop_at_once().map_err(failed)?;
-    Ok(complete["duration_ms"].as_f64().unwrap_or(f64::NAN))
+    Ok(duration_ms)
 }
 
-fn written(status: &Value) -> u64 {
-    status["disks"][0]["written_bytes"].as_u64().unwrap_or_default()
+fn written(status: &MachineStatus) -> u64 {
+    status.disks[0].written_bytes
 }

@@ -4,9 +4,9 @@
 use std::fs;
 use std::path::Path;
 
-use hearth_vmtest::{Disk, Drives, Result, TestVm};
+use hearth_api::{MachineState, MachineStatus};
+use hearth_vmtest::{Disk, Drives, Result, TestVm, event};
 use loopback_s3::Wire;
-use serde_json::Value;
 
 use super::dedup::{read_file, verify_file};
 use super::object_store::{Stand, address};
@@ -29,14 +29,14 @@ fn begin_save(vm: &TestVm, name: &str, options: &[&str]) -> Result<()> {
     vm.cli(&[&["save", vm.name(), "-o", &address(name), "--no-wait"], options].concat()).map(drop)
 }
 
-fn saved(vm: &TestVm, name: &str) -> Result<Value> {
-    vm.wait_event_json("the save's end", |event| event["kind"] == "saved" && event["folder"] == address(name))
+fn saved(vm: &TestVm, name: &str) -> Result<()> {
+    vm.wait_event("the save's end", event!(Saved { folder, .. } if folder == address(name) => ()))
 }
 
 /// Asserts that the guest restored from the store is the one that was saved.
 fn comes_back(stand: &Stand, vm: &TestVm, nonce: &str) -> Result<()> {
     let clone = stand.clone(vm, "clone", "cache", &["--eager"])?;
-    clone.wait_running_json()?;
+    clone.wait_running()?;
     assert_eq!(clone.nonce()?, nonce);
     verify(&clone)?;
     verify_file(&clone)?;
@@ -59,12 +59,12 @@ fn uploaded_disks_are_unstaged_despite_a_bad_wire() -> Result<()> {
     stand.server.set_wire(SLOW);
     begin_save(&vm, "one", &["--compress"])?;
     let has_disk = |folder: &Path| names(folder).iter().any(|name| name.starts_with("disk-"));
-    let status = vm.wait_status_json("a disk that is in the store and no longer staged", |status| {
-        assert!(!status["save"].is_null(), "the save ended too early for this test: {status}");
+    let status = vm.wait_status("a disk that is in the store and no longer staged", |status| {
+        assert!(status.save.is_some(), "the save ended too early for this test: {status:?}");
         has_disk(&stand.object("")) && !has_disk(&staged) && staged.join("state").exists()
     })?;
-    let save = &status["save"];
-    assert!(save["upload_bytes_done"].as_u64() > Some(0) && save["percent"].as_f64() < Some(100.0), "{save}");
+    let save = status.save.expect("the save still runs");
+    assert!(save.upload_bytes_done > 0 && save.percent < 100.0, "{save:?}");
     assert!(!stand.object("manifest").exists(), "the manifest comes after the memory");
     for wire in [Wire::Failing, SLOW, Wire::Cut(1), SLOW, Wire::Dead, Wire::Whole] {
         stand.server.set_wire(wire);
@@ -88,7 +88,7 @@ fn busy_guest_is_uploaded_as_of_one_moment() -> Result<()> {
         vm.save_with(Path::new(&address(name)), options)?;
         await_turns(&vm, 3)?;
         let clone = stand.clone_of(name, &vm, &format!("clone-{name}"), "cache", &["--eager"])?;
-        clone.wait_running_json()?;
+        clone.wait_running()?;
         assert_eq!(clone.nonce()?, nonce);
         await_turns(&clone, 3)?;
         verify(&clone)?;
@@ -103,7 +103,7 @@ fn interrupted_upload_leaves_the_guest_as_it_was() -> Result<()> {
     let vm = machine(&stand, "halfway")?;
     let nonce = vm.nonce()?;
     let is_as_it_was = |what: &str| -> Result<()> {
-        vm.wait_status_json(what, |status| status["save"].is_null() && status["state"] == "running")?;
+        vm.wait_status(what, |status| status.save.is_none() && status.state == MachineState::Running)?;
         assert_eq!(vm.nonce()?, nonce, "{what}");
         verify(&vm)?;
         verify_file(&vm)
@@ -111,8 +111,8 @@ fn interrupted_upload_leaves_the_guest_as_it_was() -> Result<()> {
     let begin_upload = |options: &[&str]| -> Result<()> {
         stand.server.set_wire(SLOW);
         begin_save(&vm, "one", options)?;
-        let some = |status: &Value| status["save"]["upload_bytes_done"].as_u64() > Some(9 * MIB);
-        vm.wait_status_json("part of the upload", some).map(drop)
+        let some = |status: &MachineStatus| status.save.as_ref().is_some_and(|save| save.upload_bytes_done > 9 * MIB);
+        vm.wait_status("part of the upload", some).map(drop)
     };
     for options in [&[][..], &["--stop"], &["--compress"]] {
         begin_upload(options)?;
@@ -124,15 +124,12 @@ fn interrupted_upload_leaves_the_guest_as_it_was() -> Result<()> {
     }
     begin_upload(&[])?;
     stand.server.set_wire(Wire::Refusing);
-    let refused = vm.wait_event_json("a refusal by the store", |event| {
-        let why = event["why"].as_str().unwrap_or_default();
-        event["kind"] == "save_failed" && why.contains("the store refuses")
-    })?;
-    assert_eq!(refused["folder"], address("one"));
+    let refusal = event!(SaveFailed { folder, why } if why.contains("the store refuses") => folder);
+    assert_eq!(vm.wait_event("a refusal by the store", refusal)?, address("one"));
     is_as_it_was("refused")?;
     begin_upload(&[])?;
     vm.restart_keeper()?;
-    vm.wait_running_json()?;
+    vm.wait_running()?;
     vm.await_console()?;
     is_as_it_was("after its keeper was killed")?;
     stand.server.set_wire(Wire::Whole);
