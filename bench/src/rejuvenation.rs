@@ -168,11 +168,11 @@ fn hearth(
         std::thread::sleep(AFTERMATH + (ended - began));
         let quiet = silence.longest(&[vm.guest()], ended + AFTERMATH, Instant::now());
         record.add(&case(side, memory_mib), "gap_without_ms", "ms", quiet);
-        let status = vm.status_json().map_err(failed)?;
-        let last = &status["last_rejuvenation"];
-        let figure = |key: &str| last[key].as_f64().unwrap_or(f64::NAN);
-        record.add(&case(side, memory_mib), "pause_ms", "ms", figure("pause_ms"));
-        record.add(&case(side, memory_mib), "state_kib", "KiB", figure("state_bytes") / 1024.0);
+        let last = vm.status().map_err(failed)?.last_rejuvenation;
+        let pause_ms = last.as_ref().and_then(|last| last.pause_ms).unwrap_or(f64::NAN);
+        let state_bytes = last.and_then(|last| last.state_bytes).map_or(f64::NAN, |bytes| bytes as f64);
+        record.add(&case(side, memory_mib), "pause_ms", "ms", pause_ms);
+        record.add(&case(side, memory_mib), "state_kib", "KiB", state_bytes / 1024.0);
     }
     responsiveness.end(&case(side, memory_mib), record);
     silence.end(&vm).map_err(failed)?;

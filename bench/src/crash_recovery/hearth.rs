@@ -5,8 +5,8 @@
 use std::path::PathBuf;
 use std::time::Instant;
 
-use hearth_vmtest::{Disk, Drives, TestVm, patience, residency};
-use serde_json::Value;
+use hearth_api::{EventKind, EventRecord};
+use hearth_vmtest::{Disk, Drives, TestVm, event, patience, residency};
 
 use super::{Bench, CrashError, MIB, guest};
 use crate::host::profile::{DiskRate, Profile};
@@ -104,25 +104,18 @@ impl<'a> Machine<'a> {
         let crashed = Instant::now();
         self.vm.panic().map_err(|error| self.error(error))?;
         let dead = self.incarnation;
-        self.wait_event("incarnation_ended", dead)?;
+        let ended = event!(|event| IncarnationEnded if u64::from(event.incarnation) == dead);
+        let what = format!("the end of incarnation {dead}");
+        self.vm.wait_event(&what, ended).map_err(|error| self.error(error))?;
         let ended_s = crashed.elapsed().as_secs_f64();
         let back_s = self.wait_service()?.duration_since(crashed).as_secs_f64();
-        let dumped = self.wait_dump()?;
+        let (dump_mib, dump_s) = self.wait_dump()?;
         let both_s = crashed.elapsed().as_secs_f64();
         let cpu_s = self.keeper_cpu_s()? - cpu_before_s;
         self.incarnation += 1;
         self.vm.wait_incarnation(self.incarnation).map_err(|error| self.error(error))?;
         self.bench.rig.limit(Profile::Asis)?;
         let side = format!("{}@{}", self.case.side(), self.profile.name());
-        let dump_mib = number(&dumped, "bytes").map(|bytes| bytes / MIB);
-        let dump_s = number(&dumped, "duration_ms").map(|ms| ms / 1e3);
-        let (Some(dump_mib), Some(dump_s)) = (dump_mib, dump_s) else {
-            return Err(CrashError::NoFigure {
-                side,
-                figure: "size and duration of its dump",
-                said: dumped.to_string(),
-            });
-        };
         eprintln!("crash: {side}: back after {back_s:.1} s, dump of {dump_mib:.0} MiB in {dump_s:.1} s");
         record.add(&side, "downtime_s", "s", back_s);
         record.add(&side, "dump_s", "s", dump_s);
@@ -131,8 +124,8 @@ impl<'a> Machine<'a> {
         if let Some(rate) = self.profile.rate() {
             record.add(&side, "disk_utilisation", "", dump_mib / dump_s / rate.mib_per_second as f64);
         }
-        if let Some(wait_ms) = self.guest_wait_ms()? {
-            record.add(&side, "guest_wait_ms", "ms", wait_ms);
+        if let Some(admission) = self.vm.status().map_err(|error| self.error(error))?.memory.admission {
+            record.add(&side, "guest_wait_ms", "ms", admission.guest_wait_ms as f64);
         }
         let memory = memory(&watch.samples(crashed), crashed, dead);
         // The dump begins at the incarnation's end, while the wait above begins with the boot.
@@ -143,37 +136,29 @@ impl<'a> Machine<'a> {
         let side = format!("{}@{}", self.case.side(), self.profile.name());
         let share = |bytes: f64| bytes / self.bench.shape.ram_bytes() * 100.0;
         record.add(&side, "budget_peak_pct", "%", share(peak_bytes as f64));
-        let status = self.vm.status_json().map_err(|error| self.error(error))?;
-        if let Some(peak) = number(&status["memory"], "peak_bytes") {
-            record.add(&side, "keeper_peak_pct", "%", share(peak));
-        }
+        let memory = self.vm.status().map_err(|error| self.error(error))?.memory;
+        record.add(&side, "keeper_peak_pct", "%", share(memory.peak_bytes as f64));
         Ok(())
     }
 
-    fn wait_event(&self, kind: &str, incarnation: u64) -> Result<Value, CrashError> {
-        let what = format!("{kind} of incarnation {incarnation}");
-        let look = |event: &Value| event["kind"] == kind && event["incarnation"] == incarnation;
-        self.vm.wait_event_json(&what, look).map_err(|error| self.error(error))
-    }
-
-    /// Waits for the end of the newest dump. A dump that cannot be completed is an error.
-    fn wait_dump(&mut self) -> Result<Value, CrashError> {
-        const ENDS: [&str; 4] = ["dump_complete", "dump_waits", "dump_incomplete", "dump_skipped"];
-        let sequence = |event: &Value| event["sequence"].as_u64().unwrap_or(0);
+    /// Waits for the end of the newest dump. Returns its size in MiB and its duration in seconds. A dump that cannot be completed
+    /// is an error.
+    fn wait_dump(&mut self) -> Result<(f64, f64), CrashError> {
+        use EventKind::{DumpComplete, DumpIncomplete, DumpSkipped, DumpWaits};
         let seen = self.last_dump;
-        let look = |event: &Value| ENDS.iter().any(|kind| event["kind"] == *kind) && sequence(event) > seen;
-        let waited = self.vm.wait_event_within_json("the end of the dump", patience(60), look);
+        let look = |event: &EventRecord| match event.event {
+            DumpComplete { .. } | DumpWaits { .. } | DumpIncomplete { .. } | DumpSkipped { .. } => {
+                (event.sequence > seen).then(|| event.clone())
+            }
+            _ => None,
+        };
+        let waited = self.vm.wait_event_within("the end of the dump", patience(60), look);
         let end = waited.map_err(|error| self.error(error))?;
-        self.last_dump = sequence(&end);
-        if end["kind"] == "dump_complete" {
-            return Ok(end);
+        self.last_dump = end.sequence;
+        match end.event {
+            DumpComplete { bytes, duration_ms, .. } => Ok((bytes as f64 / MIB, duration_ms / 1e3)),
+            other => Err(CrashError::Ended { what: "the dump", side: self.case.side(), how: format!("{other:?}") }),
         }
-        Err(CrashError::Ended { what: "the dump", side: self.case.side(), how: end.to_string() })
-    }
-
-    fn guest_wait_ms(&self) -> Result<Option<f64>, CrashError> {
-        let status = self.vm.status_json().map_err(|error| self.error(error))?;
-        Ok(number(&status["memory"]["admission"], "guest_wait_ms"))
     }
 
     /// Processor time of the keeper so far. While a dump is written, nearly all of it is the dump's.
@@ -246,10 +231,6 @@ fn builder(
 
 fn machine_error(case: Case, source: hearth_vmtest::Error) -> CrashError {
     CrashError::Machine { side: case.side(), source }
-}
-
-fn number(value: &Value, key: &str) -> Option<f64> {
-    value[key].as_f64()
 }
 
 /// User and system time of `/proc/PID/stat`, in seconds.

@@ -5,7 +5,8 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::Instant;
 
-use hearth_vmtest::{Disk, Drives, TestVm, page_cache, patience};
+use hearth_api::RestoreStatus;
+use hearth_vmtest::{Disk, Drives, TestVm, event, page_cache, patience};
 use serde_json::Value;
 use toml::Value as Toml;
 
@@ -62,9 +63,10 @@ pub fn machine(source: hearth_vmtest::Error) -> RestoreError {
     RestoreError::Machine { side: HEARTH, source }
 }
 
-pub fn figure(said: &Value, figure: &'static str) -> Result<f64, RestoreError> {
-    let number = said[figure].as_f64();
-    number.ok_or_else(|| RestoreError::NoFigure { side: HEARTH, figure, said: said.to_string() })
+pub fn restore_status(clone: &TestVm) -> Result<RestoreStatus, RestoreError> {
+    let status = clone.status().map_err(machine)?;
+    let no_figure = || RestoreError::NoFigure { side: HEARTH, figure: "restore", said: format!("{status:?}") };
+    status.restore.clone().ok_or_else(no_figure)
 }
 
 /// Measures the pause of a guest that is saved while it writes to its memory, and that has a disk to be copied.
@@ -84,14 +86,18 @@ pub fn measure_pause(bench: &Bench<'_>, record: &mut Record) -> Result<(), Resto
         let written = guest::written_mib(&vm).map_err(machine)? - before;
         record.add("save", "written_mib_s", "MiB/s", written / began.elapsed().as_secs_f64());
         let path = folder.display().to_string();
-        let this = |event: &Value| event["kind"] == "saved" && event["folder"] == path.as_str();
-        let saved = vm.wait_event_json("the save's end", this).map_err(machine)?;
-        record.add("save", "pause_ms", "ms", figure(&saved, "pause_ms")?);
-        record.add("save", "live_s", "s", figure(&saved, "duration_ms")? / 1e3);
-        record.add("save", "rounds", "", figure(&saved, "rounds")?);
-        record.add("save", "pages_held", "", figure(&saved, "pages_held")?);
-        record.add("save", "pause_mib", "MiB", figure(&saved, "bytes")? / MIB);
-        eprintln!("{}: saved while it ran: {saved}", super::NAME);
+        let rows = event!(Saved { folder, pause_ms, duration_ms, rounds, pages_held, bytes, .. } if folder == path => [
+            ("pause_ms", "ms", pause_ms),
+            ("live_s", "s", duration_ms / 1e3),
+            ("rounds", "", rounds.into()),
+            ("pages_held", "", pages_held as f64),
+            ("pause_mib", "MiB", bytes as f64 / MIB),
+        ]);
+        let rows = vm.wait_event("the save's end", rows).map_err(machine)?;
+        for (metric, unit, value) in rows {
+            record.add("save", metric, unit, value);
+        }
+        eprintln!("{}: saved while it ran: {rows:?}", super::NAME);
         let removed = std::fs::remove_dir_all(&folder);
         removed.map_err(|source| RestoreError::File { path: folder, source })?;
     }
@@ -128,7 +134,8 @@ struct Shown(Value);
 
 impl Shown {
     fn pages(&self) -> Result<f64, RestoreError> {
-        figure(&self.0, "pages")
+        let no_figure = || RestoreError::NoFigure { side: HEARTH, figure: "pages", said: self.0.to_string() };
+        self.0["pages"].as_f64().ok_or_else(no_figure)
     }
 
     fn pages_of_age(&self, age: u64) -> f64 {
@@ -166,10 +173,10 @@ impl<'a> Saved<'a> {
         let folder = self.bench.rig.folder().join("dedup");
         self.vm.save_with(&folder, &["--dedup-disk"]).map_err(machine)?;
         let path = folder.display().to_string();
-        let this = |event: &Value| event["kind"] == "saved" && event["folder"] == path.as_str();
-        let saved = self.vm.wait_event_json("the save's end", this).map_err(machine)?;
-        record.add("save", "snapshot_mib_dedup", "MiB", figure(&saved, "bytes")? / MIB);
-        record.add("save", "pages_on_disks", "", figure(&saved, "pages_on_disks")?);
+        let saved = event!(Saved { folder, bytes, pages_on_disks, .. } if folder == path => (bytes, pages_on_disks));
+        let (bytes, pages_on_disks) = self.vm.wait_event("the save's end", saved).map_err(machine)?;
+        record.add("save", "snapshot_mib_dedup", "MiB", bytes as f64 / MIB);
+        record.add("save", "pages_on_disks", "", pages_on_disks as f64);
         fs::remove_dir_all(&folder).map_err(|source| RestoreError::File { path: folder, source })
     }
 
@@ -181,16 +188,16 @@ impl<'a> Saved<'a> {
         self.vm.save_with(&self.snapshot, &["--stop", "--scan", &plan]).map_err(machine)?;
         self.vm.wait_keeper_end().map_err(machine)?;
         drop(load);
-        let scanned =
-            self.vm.wait_event_json("the scan's end", |event| event["kind"] == "save_scanned").map_err(machine)?;
-        let folder = self.snapshot.display().to_string();
-        let this = |event: &Value| event["kind"] == "saved" && event["folder"] == folder.as_str();
-        let saved = self.vm.wait_event_json("the save's end", this).map_err(machine)?;
-        let scan_ms = figure(&scanned, "duration_ms")?;
+        let scanned = event!(SaveScanned { duration_ms, .. } => duration_ms);
+        let scan_ms = self.vm.wait_event("the scan's end", scanned).map_err(machine)?;
+        let path = self.snapshot.display().to_string();
+        let saved =
+            event!(Saved { folder, duration_ms, bytes, pages, .. } if folder == path => (duration_ms, bytes, pages));
+        let (save_ms, bytes, pages) = self.vm.wait_event("the save's end", saved).map_err(machine)?;
         record.add("scan", "scan_s", "s", scan_ms / 1e3);
-        record.add("save", "save_s", "s", (figure(&saved, "duration_ms")? - scan_ms) / 1e3);
-        record.add("save", "snapshot_mib", "MiB", figure(&saved, "bytes")? / MIB);
-        record.add("save", "stored_pages", "", figure(&saved, "pages")?);
+        record.add("save", "save_s", "s", (save_ms - scan_ms) / 1e3);
+        record.add("save", "snapshot_mib", "MiB", bytes as f64 / MIB);
+        record.add("save", "stored_pages", "", pages as f64);
         Ok(())
     }
 
@@ -384,42 +391,41 @@ impl<'a> Saved<'a> {
         let side = measured.side;
         let first_answer_s =
             load.wait_back(patience(20)).map_err(|source| RestoreError::Load { side: side.name, source })?;
-        let running = |event: &Value| event["kind"] == "restored";
-        let running = clone.wait_event_json("a running guest", running).map_err(machine)?;
-        let running_ms = figure(&running, "duration_ms")?;
+        let running = event!(Restored { duration_ms, .. } => duration_ms);
+        let running_ms = clone.wait_event("a running guest", running).map_err(machine)?;
         record.add(case, "running_ms", "ms", running_ms);
         await_answers(load, COUNTED_REQUESTS, side.name)?;
-        let status = clone.status_json().map_err(machine)?;
-        record.add(case, "faults", "", figure(&status["restore"], "pages_lazy")?);
-        record.add(case, "fault_wait_ms", "ms", figure(&status["restore"], "fault_us_total")? / 1e3);
-        for metric in ["fault_us_p50", "fault_us_p99"] {
-            if let Some(us) = status["restore"][metric].as_f64() {
-                record.add(case, metric, "us", us);
+        let restore = restore_status(clone)?;
+        record.add(case, "faults", "", restore.pages_lazy as f64);
+        record.add(case, "fault_wait_ms", "ms", restore.fault_us_total as f64 / 1e3);
+        for (metric, us) in [("fault_us_p50", restore.fault_us_p50), ("fault_us_p99", restore.fault_us_p99)] {
+            if let Some(us) = us {
+                record.add(case, metric, "us", us as f64);
             }
         }
-        let over = await_complete(clone)?;
-        let status = clone.status_json().map_err(machine)?;
-        record.add(case, "loop_stall_ms_max", "ms", figure(&status["keeper"], "loop_stall_ms_max")?);
-        record.add(case, "complete_s", "s", figure(&over, "duration_ms")? / 1e3);
-        record.add(case, "pages_prefetched", "", figure(&over, "pages_prefetched")?);
+        let (complete_ms, pages_prefetched) = await_complete(clone)?;
+        let keeper = clone.status().map_err(machine)?.keeper;
+        record.add(case, "loop_stall_ms_max", "ms", keeper.loop_stall_ms_max);
+        record.add(case, "complete_s", "s", complete_ms / 1e3);
+        record.add(case, "pages_prefetched", "", pages_prefetched as f64);
         if measured.place == STORE {
-            let complete = |event: &Value| event["kind"] == "disk_complete";
-            let over = clone.wait_event_within_json("a complete disk", patience(60), complete).map_err(machine)?;
-            record.add(case, "disks_complete_s", "s", figure(&over, "duration_ms")? / 1e3);
+            let complete = event!(DiskComplete { duration_ms, .. } => duration_ms);
+            let disk_ms = clone.wait_event_within("a complete disk", patience(60), complete).map_err(machine)?;
+            record.add(case, "disks_complete_s", "s", disk_ms / 1e3);
         }
         Ok(Restored { running_s: running_ms / 1e3, first_answer_s })
     }
 }
 
-/// Waits for the event that all memory has arrived.
-pub fn await_complete(clone: &TestVm) -> Result<Value, RestoreError> {
-    let complete = |event: &Value| event["kind"] == "restore_complete";
-    clone.wait_event_within_json("all memory is there", patience(60), complete).map_err(machine)
+/// Waits until all memory has arrived. Returns the milliseconds that it took, and the number of pages that came before the guest
+/// ran.
+pub fn await_complete(clone: &TestVm) -> Result<(f64, u64), RestoreError> {
+    let complete = event!(RestoreComplete { duration_ms, pages_prefetched, .. } => (duration_ms, pages_prefetched));
+    clone.wait_event_within("all memory is there", patience(60), complete).map_err(machine)
 }
 
 fn await_traced(traced: &TestVm) -> Result<(), RestoreError> {
-    let noted = |event: &Value| event["kind"] == "working_set_traced";
-    traced.wait_event_within_json("a noted working set", patience(60), noted).map_err(machine).map(drop)
+    traced.wait_event_within("a noted working set", patience(60), event!(WorkingSetTraced)).map_err(machine).map(drop)
 }
 
 fn words(options: &[String]) -> Vec<&str> {

@@ -5,7 +5,7 @@ use std::fs;
 
 use hearth_vmtest::{Drives, Output, TestVm, patience};
 
-use super::hearth::{await_complete, figure, machine};
+use super::hearth::{await_complete, machine, restore_status};
 use super::{Bench, RestoreError};
 use crate::record::Record;
 
@@ -29,7 +29,7 @@ pub fn measure(bench: &Bench<'_>, record: &mut Record) -> Result<(), RestoreErro
         let reads = |count: u32| clone.run_within(&format!("probe randread /tmp/touched {count}"), patience(5));
         reads(1).map_err(machine)?;
         let missing = reads(bench.shape.touch_reads).map_err(machine)?;
-        let faults = figure(&clone.status_json().map_err(machine)?["restore"], "pages_lazy")?;
+        let faults = restore_status(&clone)?.pages_lazy;
         await_complete(&clone)?;
         let there = reads(bench.shape.touch_reads).map_err(machine)?;
         for (name, output) in [("missing", &missing), ("there", &there)] {
@@ -37,7 +37,7 @@ pub fn measure(bench: &Bench<'_>, record: &mut Record) -> Result<(), RestoreErro
                 record.add(CASE, &format!("{name}_{percentile}"), "us", number(output, percentile)?);
             }
         }
-        record.add(CASE, "faults", "", faults);
+        record.add(CASE, "faults", "", faults as f64);
         clone.stop_at_once().map_err(machine)?;
     }
     fs::remove_dir_all(&snapshot).map_err(|source| RestoreError::File { path: snapshot, source })

@@ -3,8 +3,8 @@
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::Duration;
 
+use hearth_api::MachineStatus;
 use hearth_vmtest::TestVm;
-use serde_json::Value;
 
 use crate::load::Load;
 
@@ -53,9 +53,9 @@ pub fn look(clone: &TestVm, load: &Load, over: &AtomicBool) -> Vec<(f64, u64)> {
         let last = over.load(Relaxed);
         // At first the keeper does not answer yet.
         let said = clone.cli_output(&["status", clone.name(), "--json"]).map(|output| output.text());
-        let status: Value = said.ok().and_then(|said| serde_json::from_str(&said).ok()).unwrap_or_default();
-        if let Some(total_us) = status["restore"]["fault_us_total"].as_u64() {
-            looks.push((load.now_s(), total_us));
+        let status = said.ok().and_then(|said| serde_json::from_str::<MachineStatus>(&said).ok());
+        if let Some(restore) = status.and_then(|status| status.restore) {
+            looks.push((load.now_s(), restore.fault_us_total));
         }
         if last {
             return looks;

@@ -46,12 +46,12 @@ fn drilled(accelerator: &str) -> hearth_vmtest::Result<Reloaded> {
     reload(&["prepare", "--drill"])?;
     vm.wait_keeper_end()?;
     reload(&["resume"])?;
-    let status = vm.wait_running_json()?;
+    let status = vm.wait_running()?;
     let machine = Reloaded {
         name: vm.name().to_owned(),
         resumed: vm.nonce()? == nonce && known::counts_beyond(&vm, counted).is_ok(),
         ram_same: known::verify(&vm).is_ok(),
-        stood_ms: status["unparked"]["stood_ms"].as_f64().map(|stood_ms| stood_ms as u64),
+        stood_ms: status.unparked.and_then(|unparked| unparked.stood_ms).map(|stood_ms| stood_ms as u64),
     };
     vm.kill_foreign_keeper()?;
     Ok(machine)

@@ -60,7 +60,7 @@ fn hop_together(first: &TestVm, count: usize) -> Result<Vec<f64>> {
 /// Measures the time from the request to a guest that takes commands.
 fn reboot_together(machines: &[TestVm]) -> Result<Vec<f64>> {
     let reboot = |vm: &TestVm| {
-        let living = vm.status_json()?["incarnation"].as_u64().unwrap_or_default();
+        let living = u64::from(vm.status()?.incarnation);
         let began = Instant::now();
         vm.cli(&["reboot", vm.name(), "--cold", "--force"])?;
         vm.wait_incarnation(living + 1)?;

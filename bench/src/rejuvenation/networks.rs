@@ -66,8 +66,8 @@ fn measure(
         std::thread::sleep(AFTERMATH + (ended - began));
         let quiet = talk.longest(ended + AFTERMATH, Instant::now());
         record.add(&case(kind), "tcp_gap_without_ms", "ms", quiet.as_secs_f64() * 1e3);
-        let status = vm.status_json()?;
-        record.add(&case(kind), "pause_ms", "ms", status["last_rejuvenation"]["pause_ms"].as_f64().unwrap_or(f64::NAN));
+        let pause_ms = vm.status()?.last_rejuvenation.and_then(|last| last.pause_ms);
+        record.add(&case(kind), "pause_ms", "ms", pause_ms.unwrap_or(f64::NAN));
     }
     record.add(&case(kind), "tcp_lost", "", talk.lost().len() as f64);
     Ok(())

@@ -3,7 +3,6 @@
 use std::time::Instant;
 
 use hearth_vmtest::{Disk, Drives, Guest, PlainVm, Result, TestVm, patience};
-use serde_json::Value;
 
 use super::trace::{self, Trace};
 use super::{Bench, MEMORY_MIB, MIB, MIRROR, NAME, RemountError, Side, case};
@@ -112,8 +111,8 @@ impl<'b, 'a> Life<'b, 'a> {
         if side.has_boot_set() {
             self.note_plan(&case, record)?;
         }
-        if side == Side::Nvram {
-            let bytes = self.status_number("/memory/nvram_bytes")?;
+        if let (Vm::Hearth(vm), Side::Nvram) = (&self.vm, side) {
+            let bytes = vm.status().map_err(|error| self.failed(error))?.memory.nvram_bytes;
             record.add(&case, "nvram_mib", "MiB", bytes as f64 / MIB);
         }
         let extra = match side {
@@ -193,37 +192,31 @@ impl<'b, 'a> Life<'b, 'a> {
 
     fn note_plan(&self, case: &str, record: &mut Record) -> std::result::Result<(), RemountError> {
         let Vm::Hearth(vm) = &self.vm else { return Ok(()) };
-        let said = vm.cli(&["remount-plan", vm.name(), "--json"]).map_err(|error| self.failed(error))?;
-        let plan: Value = serde_json::from_str(&said).unwrap_or_default();
-        for (figure, metric, unit, scale) in [
-            ("hit_pct", "hit_pct", "%", 1.0),
-            ("in_line_pct", "hit_inline_pct", "%", 1.0),
-            ("memory_read_us_p50", "hit_us_p50", "us", 1.0),
-            ("memory_read_us_p99", "hit_us_p99", "us", 1.0),
-            ("resident_bytes", "cached_mib", "MiB", 1.0 / MIB),
-            ("blocks", "boot_blocks", "", 1.0),
-            ("memory_reads", "memory_reads", "", 1.0),
-            ("memory_reads_beside_writes", "reads_beside_writes", "", 1.0),
+        let plan = vm.remount_plan().map_err(|error| self.failed(error))?;
+        for (metric, unit, value) in [
+            ("hit_pct", "%", plan.hit_pct),
+            ("hit_inline_pct", "%", plan.in_line_pct),
+            ("hit_us_p50", "us", plan.memory_read_us_p50),
+            ("hit_us_p99", "us", plan.memory_read_us_p99),
+            ("cached_mib", "MiB", Some(plan.resident_bytes as f64 / MIB)),
+            ("boot_blocks", "", Some(plan.blocks as f64)),
+            ("memory_reads", "", Some(plan.memory_reads as f64)),
+            ("reads_beside_writes", "", Some(plan.memory_reads_beside_writes as f64)),
         ] {
-            let value = plan[figure].as_f64();
-            let no_figure = || RemountError::NoFigure { side: self.side.name(), figure, said: said.clone() };
-            record.add(case, metric, unit, value.ok_or_else(no_figure)? * scale);
+            let side = self.side.name();
+            let no_figure = || RemountError::NoFigure { side, figure: metric, said: format!("{plan:?}") };
+            record.add(case, metric, unit, value.ok_or_else(no_figure)?);
         }
         // A boot with all its journals in NVRAM may read nothing while it writes.
-        for percent in ["p50", "p99"] {
-            if let Some(us) = plan[format!("memory_read_beside_writes_us_{percent}")].as_f64() {
-                record.add(case, &format!("hit_beside_writes_us_{percent}"), "us", us);
+        for (metric, us) in [
+            ("hit_beside_writes_us_p50", plan.memory_read_beside_writes_us_p50),
+            ("hit_beside_writes_us_p99", plan.memory_read_beside_writes_us_p99),
+        ] {
+            if let Some(us) = us {
+                record.add(case, metric, "us", us);
             }
         }
         Ok(())
-    }
-
-    fn status_number(&self, pointer: &'static str) -> std::result::Result<u64, RemountError> {
-        let Vm::Hearth(vm) = &self.vm else { return Ok(0) };
-        let status = vm.status_json().map_err(|error| self.failed(error))?;
-        let number = status.pointer(pointer).and_then(Value::as_u64);
-        let (side, said) = (self.side.name(), status.to_string());
-        number.ok_or(RemountError::NoFigure { side, figure: pointer, said })
     }
 
     fn sh(&self, command: &str) -> std::result::Result<String, RemountError> {

@@ -5,7 +5,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use hearth_api::MachineStatus;
-use hearth_vmtest::{Disk, Drives, Output, Result, TestVm, TestVmBuilder};
+use hearth_vmtest::{Disk, Drives, Output, Result, TestVm, TestVmBuilder, event};
 use toml::Table;
 
 use super::{Guest, Machine, Way};
@@ -57,18 +57,8 @@ impl HearthMachine {
     }
 
     pub fn machine_status(&self) -> Result<MachineStatus> {
-        parse(self.vm.status_json()?)
+        self.vm.status()
     }
-}
-
-/// Parses `hearth status --json` into its type.
-fn parse<T: serde::de::DeserializeOwned>(value: serde_json::Value) -> Result<T> {
-    let text = value.to_string();
-    serde_json::from_value(value).map_err(|source| hearth_vmtest::Error::NotJson {
-        command: "hearth status --json".to_owned(),
-        text,
-        source,
-    })
 }
 
 impl Machine for HearthMachine {
@@ -91,10 +81,8 @@ impl Machine for HearthMachine {
             Way::Killed => self.vm.kill_qemu()?,
             Way::Cold => drop(self.vm.cli(&["reboot", self.vm.name(), "--cold", "--force"])?),
         }
-        let ended = |event: &serde_json::Value| {
-            event["kind"] == "incarnation_ended" && event["incarnation"] == u64::from(incarnation)
-        };
-        self.vm.wait_event_json(&format!("end of incarnation {incarnation}"), ended).map(drop)
+        let ended = event!(|event| IncarnationEnded if event.incarnation == incarnation);
+        self.vm.wait_event(&format!("end of incarnation {incarnation}"), ended).map(drop)
     }
 
     fn ready(&self) -> Result<()> {
