@@ -6,9 +6,9 @@ use std::ops::Range;
 use std::path::Path;
 use std::process::Command;
 
+use hearth_api::{DiskStatus, EmberStatus, Refused};
 use hearth_vmtest::images::File;
 use hearth_vmtest::{Disk, Drives, Result, TestVm};
-use serde_json::Value;
 
 pub const PAGE_BYTES: u64 = 4096;
 const FILE_BYTES: usize = 1 << 20;
@@ -127,10 +127,9 @@ pub struct Reads {
 
 impl Reads {
     pub fn of(vm: &TestVm) -> Result<Self> {
-        let status = vm.status_json()?;
-        let disks = 0..status["disks"].as_array().map_or(0, Vec::len);
-        let sum = |key: &str| disks.clone().map(|disk| number(&status, &format!("/disks/{disk}/{key}"))).sum();
-        Ok(Self { warm_bytes: sum("read_warm_bytes"), image_bytes: sum("read_image_bytes") })
+        let disks = vm.status()?.disks;
+        let sum = |bytes: fn(&DiskStatus) -> u64| disks.iter().map(bytes).sum();
+        Ok(Self { warm_bytes: sum(|disk| disk.read_warm_bytes), image_bytes: sum(|disk| disk.read_image_bytes) })
     }
 
     pub fn since(self, before: Self) -> Self {
@@ -150,19 +149,8 @@ pub struct Ember {
 
 impl Ember {
     pub fn of(vm: &TestVm) -> Result<Self> {
-        let status = vm.status_json()?;
-        let count = |key: &str| number(&status, &format!("/ember/{key}"));
-        Ok(Self {
-            kept: count("pages_kept"),
-            served: count("pages_served"),
-            tag_mismatch: count("refused/tag_mismatch"),
-            overwritten: count("refused/overwritten"),
-            trimmed: count("refused/trimmed"),
-        })
+        let EmberStatus { pages_kept: kept, pages_served: served, refused, .. } = vm.status()?.ember;
+        let Refused { tag_mismatch, overwritten, trimmed } = refused;
+        Ok(Self { kept, served, tag_mismatch, overwritten, trimmed })
     }
-}
-
-#[track_caller]
-pub fn number(json: &Value, pointer: &str) -> u64 {
-    json.pointer(pointer).and_then(Value::as_u64).unwrap_or_else(|| panic!("no number {pointer} in {json}"))
 }

@@ -6,7 +6,7 @@ use std::hash::{BuildHasher, RandomState};
 
 use hearth_vmtest::{Drives, Result, TestVm, TestVmBuilder, faults};
 
-use crate::shelf::{self, Ember, ORIGINAL, PAGES_PER_FILE, SHELF, Shelf, assert_disk_reads_as_its_image, number};
+use crate::shelf::{self, Ember, ORIGINAL, PAGES_PER_FILE, SHELF, Shelf, assert_disk_reads_as_its_image};
 
 #[test]
 fn dirty_pages_are_never_reused() -> Result<()> {
@@ -83,10 +83,9 @@ fn discarded_blocks_are_not_served() -> Result<()> {
 
 /// Removes files and tells the disk that their blocks are free.
 fn remove(vm: &TestVm, files: std::ops::Range<usize>) -> Result<()> {
-    let before = number(&vm.status_json()?, "/disks/0/discards");
+    let before = vm.status()?.disks[0].discards;
     vm.sh(&format!("cd /mnt && rm {} && sync && fstrim /mnt", shelf::names(files)))?;
-    let after = number(&vm.status_json()?, "/disks/0/discards");
-    assert!(after > before, "the guest discarded nothing");
+    assert!(vm.status()?.disks[0].discards > before, "the guest discarded nothing");
     Ok(())
 }
 
@@ -119,7 +118,7 @@ fn damaged_memory_is_never_served() -> Result<()> {
     let vm = ext4("faults", shelf).boot()?;
     read_all(&vm, shelf)?;
     for round in 1..=rounds {
-        let ledger_pages = number(&vm.status_json()?, "/ledger_pages");
+        let ledger_pages = vm.status()?.ledger_pages;
         // The guest must not run on with its damage: a damaged kernel may write anything to its disk.
         vm.freeze_qemu()?;
         let damage = faults::overwrite_pages(&vm.ram_file(round), pages, seed.wrapping_add(round))?;

@@ -1,9 +1,9 @@
 //! Ways: however an incarnation ends, its cache is kept for the next one, unless a cold reboot was asked for.
 
-use hearth_vmtest::{Drives, Result, TestVm, TestVmBuilder};
-use serde_json::Value;
+use hearth_api::{EndCause, Recovery};
+use hearth_vmtest::{Drives, Result, TestVm, TestVmBuilder, event};
 
-use crate::shelf::{Ember, Reads, SHELF, number};
+use crate::shelf::{Ember, Reads, SHELF};
 
 type Way = fn(&TestVm) -> Result<()>;
 
@@ -11,15 +11,15 @@ type Way = fn(&TestVm) -> Result<()>;
 #[derive(Clone, Copy)]
 struct End {
     way: Way,
-    cause: &'static str,
+    cause: EndCause,
 }
 
-const REBOOT_FROM_INSIDE: End = End { way: |vm| vm.guest().start("reboot -f").map(drop), cause: "guest_reset" };
-const REBOOT_ASKED_FOR: End = End { way: TestVm::reboot, cause: "operator_reboot" };
-const REBOOT_FORCED: End = End { way: TestVm::reboot_forced, cause: "operator_reboot" };
-const PANIC: End = End { way: Drives::panic, cause: "panic" };
-const NMI: End = End { way: TestVm::crash, cause: "panic" };
-const QEMU_KILLED: End = End { way: TestVm::kill_qemu, cause: "qemu_died" };
+const REBOOT_FROM_INSIDE: End = End { way: |vm| vm.guest().start("reboot -f").map(drop), cause: EndCause::GuestReset };
+const REBOOT_ASKED_FOR: End = End { way: TestVm::reboot, cause: EndCause::OperatorReboot };
+const REBOOT_FORCED: End = End { way: TestVm::reboot_forced, cause: EndCause::OperatorReboot };
+const PANIC: End = End { way: Drives::panic, cause: EndCause::Panic };
+const NMI: End = End { way: TestVm::crash, cause: EndCause::Panic };
+const QEMU_KILLED: End = End { way: TestVm::kill_qemu, cause: EndCause::QemuDied };
 
 #[test]
 fn reboot_from_inside_keeps_the_cache() -> Result<()> {
@@ -79,10 +79,10 @@ fn keeps_the_cache(builder: TestVmBuilder, end: End) -> Result<()> {
     is_warm_after(&vm, end, 2, first)
 }
 
-fn is_warm_after(vm: &TestVm, end: End, incarnation: u64, first: Reads) -> Result<()> {
+fn is_warm_after(vm: &TestVm, end: End, incarnation: u32, first: Reads) -> Result<()> {
     let (before, nonce) = (Reads::of(vm)?, vm.nonce()?);
     (end.way)(vm)?;
-    let ready = vm.wait_incarnation(incarnation)?;
+    let ready = vm.wait_incarnation(incarnation.into())?;
     assert_ne!(ready.nonce, nonce, "a new incarnation, not the old one resumed");
     assert_eq!(vm.nonce()?, ready.nonce);
     let again = SHELF.verify_counted(vm, before)?;
@@ -93,21 +93,21 @@ fn is_warm_after(vm: &TestVm, end: End, incarnation: u64, first: Reads) -> Resul
     is_explained(vm, end, incarnation)
 }
 
+fn recovery(vm: &TestVm) -> Result<Recovery> {
+    Ok(vm.explain()?.recovery.expect("the machine has recovered"))
+}
+
 /// Asserts that `hearth explain` lists the recovery's phases.
-fn is_explained(vm: &TestVm, end: End, incarnation: u64) -> Result<()> {
-    vm.wait_event_json("the end of settling", |event| {
-        event["kind"] == "ember_settled" && event["incarnation"] == incarnation
-    })?;
-    assert_eq!(vm.status_json()?["cause_of_last_end"], end.cause);
-    let explained = vm.explain_json()?;
-    let recovery = &explained["recovery"];
-    assert_eq!((&recovery["warm"], &recovery["cause"]), (&Value::from(true), &Value::from(end.cause)), "{explained}");
-    assert_eq!(recovery["incarnation"], incarnation);
-    assert!(number(recovery, "/pages_kept") >= SHELF.pages(), "{explained}");
-    let phases = recovery["phases"].as_array().into_iter().flatten().map(|phase| phase["phase"].as_str());
+fn is_explained(vm: &TestVm, end: End, incarnation: u32) -> Result<()> {
+    vm.wait_event("the end of settling", event!(|event| EmberSettled if event.incarnation == incarnation))?;
+    assert_eq!(vm.status()?.cause_of_last_end, Some(end.cause));
+    let recovery = recovery(vm)?;
+    assert_eq!((recovery.warm, recovery.cause, recovery.incarnation), (true, end.cause, incarnation), "{recovery:?}");
+    assert!(recovery.pages_kept >= SHELF.pages(), "{recovery:?}");
+    let phases = recovery.phases.iter().map(|phase| &*phase.phase);
     // Settling goes on beside the others, and ends before the launch or after it.
-    let (settled, phases): (Vec<_>, Vec<_>) = phases.flatten().partition(|phase| *phase == "settle");
-    assert_eq!((phases, settled.len()), (vec!["drain", "bank", "attach", "launch"], 1), "{explained}");
+    let (settled, phases): (Vec<_>, Vec<_>) = phases.partition(|phase| *phase == "settle");
+    assert_eq!((phases, settled.len()), (vec!["drain", "bank", "attach", "launch"], 1), "{recovery:?}");
     Ok(())
 }
 
@@ -115,7 +115,7 @@ fn is_explained(vm: &TestVm, end: End, incarnation: u64) -> Result<()> {
 fn a_cold_reboot_serves_nothing_from_memory() -> Result<()> {
     let vm = ext4("cold").boot()?;
     is_cold_after(&vm, TestVm::reboot_cold)?;
-    assert_eq!(vm.explain_json()?["recovery"]["why_cold"], "requested by the operator");
+    assert_eq!(recovery(&vm)?.why_cold.as_deref(), Some("requested by the operator"));
     Ok(())
 }
 
@@ -123,7 +123,7 @@ fn a_cold_reboot_serves_nothing_from_memory() -> Result<()> {
 fn without_an_ember_nothing_is_served_from_memory() -> Result<()> {
     let vm = ext4("off").without_ember().boot()?;
     is_cold_after(&vm, TestVm::kill_qemu)?;
-    assert_eq!(vm.explain_json()?["recovery"]["why_cold"], "ember = \"off\"");
+    assert_eq!(recovery(&vm)?.why_cold.as_deref(), Some("ember = \"off\""));
     Ok(())
 }
 
@@ -136,7 +136,7 @@ fn is_cold_after(vm: &TestVm, way: Way) -> Result<()> {
     assert!(again.warm_bytes == 0 && again.image_bytes >= SHELF.bytes(), "{again:?}");
     let ember = Ember::of(vm)?;
     assert_eq!((ember.kept, ember.served), (0, 0));
-    assert_eq!(vm.explain_json()?["recovery"]["warm"], false);
+    assert!(!recovery(vm)?.warm);
     Ok(())
 }
 
@@ -148,9 +148,7 @@ fn crashes_during_boot_leave_the_older_ember() -> Result<()> {
     let before = Reads::of(&vm)?;
     vm.kill_qemu()?;
     for incarnation in [2, 3] {
-        vm.wait_event_json("the next incarnation", |event| {
-            event["kind"] == "incarnation_started" && event["incarnation"] == incarnation
-        })?;
+        vm.wait_event("the next incarnation", event!(|event| IncarnationStarted if event.incarnation == incarnation))?;
         vm.kill_qemu()?;
     }
     vm.wait_incarnation(4)?;
