@@ -6,9 +6,9 @@ use std::fs::File;
 use std::io::Write;
 use std::time::Instant;
 
+use hearth_api::AdmissionStatus;
 use hearth_vmtest::residency::{Seen, Watch};
-use hearth_vmtest::{Disk, Drives, Result, TestVm, images, patience};
-use serde_json::Value;
+use hearth_vmtest::{Disk, Drives, Result, TestVm, event, images, patience};
 
 const RAM_MIB: u64 = 512;
 /// Default of `budget_slack`.
@@ -57,18 +57,18 @@ impl Short {
         vm.panic()?;
         vm.wait_incarnation(2)?;
         let admission = admission(&vm)?;
-        assert_eq!(admission["on"], true, "{admission}");
+        assert!(admission.on, "{admission:?}");
         Ok(Self { vm, ballast, watch })
     }
 
-    fn wait_until_guest_waits(&self) -> Result<Value> {
+    fn wait_until_guest_waits(&self) -> Result<AdmissionStatus> {
         let deadline = Instant::now() + patience(20);
         loop {
             let admission = admission(&self.vm)?;
-            if admission["waiting"].as_u64() > Some(0) {
+            if admission.waiting > 0 {
                 return Ok(admission);
             }
-            assert!(Instant::now() < deadline, "the guest never waited: {admission}");
+            assert!(Instant::now() < deadline, "the guest never waited: {admission:?}");
         }
     }
 
@@ -81,13 +81,13 @@ impl Short {
                 assert_eq!(answer.status, 0, "{}", answer.text());
                 return Ok(());
             }
-            assert!(more || Instant::now() < deadline, "the guest does not continue: {}", admission(&self.vm)?);
+            assert!(more || Instant::now() < deadline, "the guest does not continue: {:?}", admission(&self.vm)?);
         }
     }
 }
 
-fn admission(vm: &TestVm) -> Result<Value> {
-    Ok(vm.status_json()?["memory"]["admission"].clone())
+fn admission(vm: &TestVm) -> Result<AdmissionStatus> {
+    Ok(vm.status()?.memory.admission.expect("QEMU handed its page faults over"))
 }
 
 #[track_caller]
@@ -110,8 +110,8 @@ fn guest_waits_for_memory_without_data_loss() -> Result<()> {
     let before = short.wait_until_guest_waits()?;
     short.release_until_answered(id)?;
     let after = admission(&short.vm)?;
-    println!("while it waited {before}, afterwards {after}");
-    assert!(after["guest_wait_ms"].as_u64() > Some(0), "{after}");
+    println!("while it waited {before:?}, afterwards {after:?}");
+    assert!(after.guest_wait_ms > 0, "{after:?}");
     assert_within_budget(short.watch.end()?);
     Ok(())
 }
@@ -123,9 +123,9 @@ fn next_keeper_serves_a_guest_waiting_for_memory() -> Result<()> {
     let id = short.vm.guest().start(&fill())?;
     short.wait_until_guest_waits()?;
     short.vm.restart_keeper()?;
-    short.vm.wait_event_json("the take-over", |event| event["kind"] == "keeper_took_over")?;
+    short.vm.wait_event("the take-over", event!(KeeperTookOver))?;
     let resumed = short.wait_until_guest_waits()?;
-    assert_eq!(resumed["on"], true, "{resumed}");
+    assert!(resumed.on, "{resumed:?}");
     short.release_until_answered(id)?;
     assert_eq!(short.vm.nonce()?, nonce, "the same guest answers");
     assert_within_budget(short.watch.end()?);
@@ -141,7 +141,7 @@ fn next_qemu_follows_one_killed_waiting_for_memory() -> Result<()> {
     short.wait_until_guest_waits()?;
     short.vm.kill_qemu()?;
     short.vm.wait_incarnation(3)?;
-    assert_eq!(admission(&short.vm)?["on"], true);
+    assert!(admission(&short.vm)?.on);
     assert_within_budget(short.watch.end()?);
     Ok(())
 }
@@ -154,7 +154,7 @@ fn disks_wait_for_memory_like_the_guest() -> Result<()> {
     let id = short.vm.guest().start("mount -o ro,noload /dev/vda /mnt && probe verify /mnt/big 5")?;
     short.release_until_answered(id)?;
     let after = admission(&short.vm)?;
-    println!("{after}");
+    println!("{after:?}");
     assert_within_budget(short.watch.end()?);
     Ok(())
 }
@@ -167,9 +167,9 @@ fn idle_guest_is_admitted_when_the_dump_ends() -> Result<()> {
     vm.sh("head -c 67108864 /dev/vda >/dev/null")?;
     vm.panic()?;
     vm.wait_incarnation(2)?;
-    assert!(admission(&vm)?.is_object(), "the guest gets memory unit by unit");
-    vm.wait_event_json("the dump's end", |event| event["kind"] == "dump_complete")?;
-    vm.wait_status_json("admission's end", |status| status["memory"]["admission"]["on"] == false)?;
+    assert!(vm.status()?.memory.admission.is_some(), "the guest gets memory unit by unit");
+    vm.wait_event("the dump's end", event!(DumpComplete))?;
+    vm.wait_status("admission's end", |status| status.memory.admission.is_some_and(|admission| !admission.on))?;
     vm.rejuvenate()?;
     vm.save(&vm.folder().join("snapshot"))
 }

@@ -5,6 +5,7 @@ use std::net::TcpListener;
 use std::path::Path;
 use std::process::{Command, Stdio};
 
+use hearth_api::EndCause;
 use hearth_vmtest::images::File;
 use hearth_vmtest::{Disk, Drives, Output, PlainVm, Result, TestVm, TestVmBuilder, artifacts, images, write_program};
 use serde_json::Value;
@@ -124,11 +125,11 @@ fn running_machine_answers_every_command() -> Result<()> {
     assert!(line.lines().any(|line| line.starts_with("web ") && line.contains("running")), "{line}");
     let page = vm.cli(&["status", "web"])?;
     assert!(page.starts_with("web  running, incarnation 1, up ") && page.contains("disk data"), "{page}");
-    assert_eq!(vm.status_json()?["disks"][0]["name"], "data");
+    assert_eq!(vm.status()?.disks[0].name, "data");
 
     let explained = vm.cli(&["explain", "web"])?;
     assert!(!explained.trim().is_empty(), "it says that there was no recovery yet");
-    assert_eq!(vm.explain_json()?["recovery"], Value::Null);
+    assert_eq!(vm.explain()?.recovery, None);
     let config = json(&vm.cli(&["config", "web", "--json"])?);
     assert_eq!((&config["name"], &config["on_panic"]), (&"web".into(), &"recover".into()));
 
@@ -139,10 +140,9 @@ fn running_machine_answers_every_command() -> Result<()> {
     // After a recovery there is one to explain.
     vm.cli(&["reboot", "web", "--json"])?;
     vm.wait_incarnation(2)?;
-    let recovery = &vm.explain_json()?["recovery"];
-    assert_eq!((&recovery["cause"], &recovery["warm"]), (&"operator_reboot".into(), &true.into()), "{recovery}");
-    let phases: Vec<_> = recovery["phases"].as_array().into_iter().flatten().map(|phase| &phase["phase"]).collect();
-    assert!(phases.len() >= 4, "{phases:?}");
+    let recovery = vm.explain()?.recovery.expect("the machine has recovered");
+    assert_eq!((recovery.cause, recovery.warm), (EndCause::OperatorReboot, true), "{recovery:?}");
+    assert!(recovery.phases.len() >= 4, "{recovery:?}");
     let explained = vm.cli(&["explain", "web"])?;
     assert!(["drain", "bank", "attach", "launch"].iter().all(|phase| explained.contains(phase)), "{explained}");
 
@@ -164,7 +164,7 @@ fn check_events_come_once_in_order(vm: &TestVm) -> Result<()> {
     assert_eq!(vm.cli(&["events", "web", "--since", &before_last])?.lines().count(), 1);
     assert_eq!(vm.cli(&["events", "web", "--since", &last])?, "");
     assert_eq!(vm.cli(&["events", "web"])?.lines().count(), sequences.len());
-    assert_eq!(vm.events_json().len(), sequences.len(), "the follower got the same events");
+    assert_eq!(vm.events().len(), sequences.len(), "the follower got the same events");
     Ok(())
 }
 

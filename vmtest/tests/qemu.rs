@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
+use hearth_api::UserfaultStatus;
 use hearth_vmtest::images::{self, File};
 use hearth_vmtest::net::{Tap, free_port, passt_works};
 use hearth_vmtest::web::{fetch, serve};
@@ -36,17 +37,15 @@ fn reboots_warm(vm: &TestVm) -> Result<()> {
     vm.panic()?;
     vm.wait_incarnation(2)?;
     vm.sh(VERIFY)?;
-    let status = vm.status_json()?;
-    assert!(status["ember"]["pages_served"].as_u64() >= Some(FILE_PAGES * 9 / 10), "{}", status["ember"]);
-    assert!(status["disks"][0]["io_errors"] == 0 && status["disks"][0]["bad_requests"] == 0, "{status}");
-    Ok(())
+    let ember = vm.status()?.ember;
+    assert!(ember.pages_served >= FILE_PAGES * 9 / 10, "{ember:?}");
+    vm.has_no_disk_errors()
 }
 
 /// Asserts that keeper and QEMU each hold the userfaultfd. Without QEMU's copy, page faults of a guest whose keeper died would be
 /// answered with zeros.
 fn userfaultfd_is_shared(vm: &TestVm) -> Result<()> {
-    let status = vm.status_json()?;
-    assert_eq!(status["qemu"]["userfault"]["state"], "handed_over", "{status}");
+    assert_eq!(vm.qemu()?.userfault, UserfaultStatus::HandedOver);
     let qemu = vm.qemu_pid()?.as_raw_nonzero().get() as u32;
     assert!(has_userfaultfd(qemu), "QEMU {qemu} has none");
     assert!(has_userfaultfd(vm.keeper_pid().expect("the keeper runs")), "the keeper has none");
@@ -77,7 +76,7 @@ fn newer_qemu_has_userfaultfd_and_reboots_warm() -> Result<()> {
         return Ok(());
     };
     let vm = with_file(TestVm::busybox("newer")).setting("qemu", qemu.display().to_string()).boot()?;
-    let version = vm.status_json()?["qemu"]["version"].as_str().unwrap_or_default().to_owned();
+    let version = vm.qemu()?.version;
     assert!(version.starts_with("10."), "{version}");
     userfaultfd_is_shared(&vm)?;
     reboots_warm(&vm)?;
@@ -129,7 +128,7 @@ fn bios_boots_from_the_first_disk() -> Result<()> {
     contents.resize(1 << 20, 0);
     std::fs::write(&image, contents).expect("our own file");
     let vm = TestVm::busybox("bios").setting("boot", boot_from("bios", None)).disk(Disk::in_place(&image)).boot()?;
-    assert!(vm.status_json()?["disks"][0]["read_image_bytes"].as_u64() >= Some(512));
+    assert!(vm.status()?.disks[0].read_image_bytes >= 512);
     vm.reboot_forced()?;
     let second = vm.wait_incarnation(2)?;
     assert_ne!(second.nonce, vm.guest().ready()[0].nonce);
@@ -165,7 +164,7 @@ fn forwarded_host_port_reaches_the_guest() -> Result<()> {
     vm.sh("net-up")?;
     serve(&vm, "again")?;
     assert!(fetch(&address).ends_with("\r\n\r\nagain\n"));
-    assert_eq!(vm.status_json()?["nets"][0]["kind"], "user");
+    assert_eq!(vm.status()?.nets[0].kind, "user");
     Ok(())
 }
 
