@@ -2,9 +2,9 @@
 
 use std::path::{Path, PathBuf};
 
+use hearth_api::{DumpExcluded, DumpStatus};
 use hearth_vmtest::artifacts::Linux;
-use hearth_vmtest::{Disk, Result, TestVm, patience};
-use serde_json::Value;
+use hearth_vmtest::{Disk, Result, TestVm, event, patience};
 
 use super::elf::{self, Core};
 use super::panics::{self, Panic};
@@ -34,17 +34,15 @@ fn check_traces(linux: Linux, way: Panic) -> Result<()> {
     let (folder, _) = tools::scratch();
     let vm = guest(linux, 512, "dump+recover", folder.path())?;
     panic(&vm, way)?;
-    let done = vm.wait_event_within_json("the dump", patience(60), |event| event["kind"] == "dump_complete")?;
+    let dump = vm.wait_event_within("the dump", patience(60), event!(DumpComplete { file, .. } => file))?;
     vm.wait_incarnation(2)?;
     // The status shows the reason, too, without any tool.
     let reason = way.traces().log.trim_start_matches("Kernel panic - not syncing: ");
-    let status = vm.status_json()?;
-    for shown in [&status["last_recovery"]["panic"], &status["dumps"][0]["panic"]] {
-        assert!(shown.as_str().is_some_and(|shown| shown.contains(reason)), "{way:?}: {status}");
+    let status = vm.status()?;
+    for shown in [status.last_recovery.and_then(|recovery| recovery.panic), status.dumps[0].panic.clone()] {
+        assert!(shown.as_ref().is_some_and(|shown| shown.contains(reason)), "{way:?}: {shown:?}");
     }
-    let dump = PathBuf::from(done["file"].as_str().unwrap());
-    let dump = if dump.is_absolute() { dump } else { folder.path().join(dump) };
-    tools::check_traces(linux, &dump, way, "probe");
+    tools::check_traces(linux, &folder.path().join(dump), way, "probe");
     Ok(())
 }
 
@@ -53,7 +51,7 @@ fn check_classes(linux: Linux, memory_mib: u64) -> Result<()> {
     let (folder, file) = tools::scratch();
     let vm = guest(linux, memory_mib, "pause", folder.path())?;
     Panic::Sysrq.start(&vm)?;
-    vm.wait_event_json("the panic", |event| event["kind"] == "guest_panicked")?;
+    vm.wait_event("the panic", event!(GuestPanicked))?;
     let dump = |name: &str, options: &[&str]| -> Result<PathBuf> {
         let path = file(name);
         let path_text = path.display().to_string();
@@ -61,14 +59,14 @@ fn check_classes(linux: Linux, memory_mib: u64) -> Result<()> {
         Ok(path)
     };
     let ours = dump("lzo", &["--level", "31", "--compress", "lzo"])?;
-    let excluded = vm.status_json()?["dumps"].as_array().and_then(|dumps| dumps.last().cloned()).unwrap();
+    let status = vm.status()?.dumps.pop().expect("the dump is recent");
     let as_elf = dump("elf", &["--level", "31", "--format", "elf"])?;
     // The reference is the RAM file itself with an ELF header; only its notes come from Hearth.
     let reference = file("reference");
     elf::from_ram(&vm.ram_file(1), &Core::open(&as_elf), &reference);
     let counts = tools::makedumpfile(linux, "-l", 31, &reference, &file("theirs"));
-    println!("{linux:?}, {memory_mib} MiB: {counts:?}\nHearth: {excluded}");
-    assert_counts(&excluded, &counts);
+    println!("{linux:?}, {memory_mib} MiB: {counts:?}\nHearth: {status:?}");
+    assert_counts(&status, &counts);
     // makedumpfile's own ELF output would not do: it keeps short runs of excluded pages.
     let (ram, kept) = (Core::open(&reference), Core::open(&as_elf));
     assert_eq!(ram.assert_holds(&kept), counts["Remaining pages"], "kept pages that are not zero");
@@ -94,20 +92,18 @@ fn check_classes(linux: Linux, memory_mib: u64) -> Result<()> {
     Ok(())
 }
 
-fn assert_counts(ours: &Value, theirs: &tools::Counts) {
-    for (class, name) in [
-        ("cache", "Non-private cache pages"),
-        ("private_cache", "Private cache pages"),
-        ("user", "User process data pages"),
-        ("free", "Free pages"),
-        ("poisoned", "Hwpoison pages"),
-        ("offline", "Offline pages"),
-    ] {
-        assert_eq!(ours["excluded"][class].as_u64(), Some(theirs[name]), "{class}: {ours} {theirs:#?}");
-    }
-    assert_eq!(ours["excluded"]["unjudged"], 0, "{ours}");
-    let kept = theirs["Remaining pages"] + theirs["Pages filled with zero"];
-    assert_eq!(ours["pages"].as_u64(), Some(kept), "{ours} {theirs:#?}");
+fn assert_counts(ours: &DumpStatus, theirs: &tools::Counts) {
+    let expect = DumpExcluded {
+        cache: theirs["Non-private cache pages"],
+        private_cache: theirs["Private cache pages"],
+        user: theirs["User process data pages"],
+        free: theirs["Free pages"],
+        poisoned: theirs["Hwpoison pages"],
+        offline: theirs["Offline pages"],
+        unjudged: 0,
+    };
+    assert_eq!(ours.excluded, expect);
+    assert_eq!(ours.pages, theirs["Remaining pages"] + theirs["Pages filled with zero"], "{ours:?} {theirs:#?}");
 }
 
 #[test]
