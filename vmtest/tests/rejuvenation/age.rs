@@ -4,15 +4,11 @@ use std::os::unix::fs::symlink;
 use std::path::Path;
 use std::process::Command;
 
-use hearth_vmtest::{Disk, Drives, Result, TestVm, artifacts};
-use serde_json::Value;
+use hearth_api::{Growth, MachineState};
+use hearth_vmtest::{Disk, Drives, Result, TestVm, artifacts, event};
 use toml::Table;
 
 use super::programs::no_successor;
-
-fn number(age: &Value, what: &str, when: &str) -> u64 {
-    age["qemu"][what][when].as_u64().unwrap_or_else(|| panic!("no {what} {when} in {age}"))
-}
 
 /// Makes `link/bin/qemu-system-x86_64` lead to this QEMU and its firmware.
 fn install(link: &Path, qemu: &Path) {
@@ -30,34 +26,32 @@ fn newer_installed_qemu_is_a_reason_to_hop() -> Result<()> {
     let program = link.join("bin/qemu-system-x86_64");
     let vm = TestVm::busybox("age").disk(Disk::empty(16)).setting("qemu", program.display().to_string()).boot()?;
     let nonce = vm.nonce()?;
-    let age = vm.age_json()?;
-    let old = age["qemu"]["version"].clone();
-    assert_eq!((&age["qemu"]["installed_version"], &age["reasons"]), (&old, &Value::Array(Vec::new())), "{age}");
-    assert!(age["hindrance"].is_null(), "{age}");
+    let age = vm.age()?;
+    let old = Some(age.qemu.version.clone());
+    assert_eq!((&age.qemu.installed_version, &age.reasons[..]), (&old, &[][..]), "{age:?}");
+    assert!(age.hindrance.is_none(), "{age:?}");
+    let Growth { at_start: Some(at_start), now: Some(now) } = age.qemu.own_bytes else { panic!("{age:?}") };
     // The boot has filled the emulator's cache of translated code.
-    assert!(number(&age, "own_bytes", "now") > number(&age, "own_bytes", "at_start"), "{age}");
-    assert!(number(&age, "own_bytes", "now") < 512 << 20, "the guest's RAM must not count as QEMU's own: {age}");
-    assert!(number(&age, "descriptors", "now") >= 10, "{age}");
+    assert!(now > at_start, "{age:?}");
+    assert!(now < 512 << 20, "the guest's RAM must not count as QEMU's own: {age:?}");
+    assert!(age.qemu.descriptors.now >= Some(10), "{age:?}");
 
     install(&link, &artifacts::qemu_10()?);
-    let age = vm.age_json()?;
-    let new = age["qemu"]["installed_version"].clone();
+    let age = vm.age()?;
+    let (new, reason) = (age.qemu.installed_version, &age.reasons[0]);
     assert_ne!(old, new);
-    let reason = age["reasons"][0].as_str().unwrap_or_default();
-    assert!(reason.starts_with("QEMU 10.") && reason.contains("is installed"), "{age}");
+    assert!(reason.starts_with("QEMU 10.") && reason.contains("is installed"), "{reason}");
     let page = vm.cli(&["age", "age"])?;
     assert!(page.contains(reason), "{page}");
 
     // The machine remembers QEMU's size at its start, also under the next keeper.
-    let at_start = number(&age, "own_bytes", "at_start");
     vm.restart_keeper()?;
-    vm.wait_running_json()?;
-    assert_eq!(number(&vm.age_json()?, "own_bytes", "at_start"), at_start);
+    vm.wait_running()?;
+    assert_eq!(vm.age()?.qemu.own_bytes.at_start, Some(at_start));
 
     vm.rejuvenate()?;
-    let age = vm.age_json()?;
-    assert_eq!((&age["qemu"]["version"], &age["qemu"]["generation"]), (&new, &Value::from(2)), "{age}");
-    assert_eq!(age["reasons"], Value::Array(Vec::new()), "{age}");
+    let age = vm.age()?;
+    assert_eq!((Some(age.qemu.version), age.qemu.generation, age.reasons), (new, 2, Vec::new()));
     assert_eq!(vm.nonce()?, nonce, "it is the same guest");
     Ok(())
 }
@@ -70,12 +64,12 @@ fn hop_every_second() -> Table {
 fn keeper_replaces_an_old_qemu_by_itself() -> Result<()> {
     let vm = TestVm::busybox("policy").disk(Disk::empty(16)).setting("rejuvenate", hop_every_second()).start()?;
     vm.wait_boots(1)?;
-    vm.wait_event_json("a hop by policy", |event| event["kind"] == "rejuvenated")?;
-    let due = vm.wait_event_json("the hop's reason", |event| event["kind"] == "rejuvenation_due")?;
-    assert!(due["why"].as_str().is_some_and(|why| why.ends_with("rejuvenate.every is 1 s")), "{due}");
+    vm.wait_event("a hop by policy", event!(Rejuvenated))?;
+    let why = vm.wait_event("the hop's reason", event!(RejuvenationDue { why } => why))?;
+    assert!(why.ends_with("rejuvenate.every is 1 s"), "{why}");
     vm.sh("dd if=/dev/urandom of=/dev/vda bs=64k count=16 conv=fsync 2>&1")?;
-    assert!(vm.events_json().iter().all(|event| event["kind"] != "request"), "{:?}", vm.events_json());
-    assert_eq!(vm.status_json()?["incarnation"], 1);
+    assert_eq!(vm.events().iter().find_map(event!(Request)), None);
+    assert_eq!(vm.status()?.incarnation, 1);
     Ok(())
 }
 
@@ -99,21 +93,16 @@ fn growth_causes_hop_within_policy_and_window() -> Result<()> {
     let closed = machine("closed", policy(1, window(2, 1))).boot()?;
     let patient = machine("patient", policy(1_000_000, window(-1, 2))).beside(&closed).boot()?;
     let open = machine("open", policy(1, window(-1, 2))).beside(&closed).start()?;
-    let due = open.wait_event_json("the hop's reason", |event| event["kind"] == "rejuvenation_due")?;
-    assert!(due["why"].as_str().is_some_and(|why| why.ends_with("rejuvenate.rss_growth_mib is 1")), "{due}");
-    open.wait_event_json("a hop by policy", |event| event["kind"] == "rejuvenated")?;
+    let why = open.wait_event("the hop's reason", event!(RejuvenationDue { why } => why))?;
+    assert!(why.ends_with("rejuvenate.rss_growth_mib is 1"), "{why}");
+    open.wait_event("a hop by policy", event!(Rejuvenated))?;
     for vm in [&closed, &patient] {
-        assert!(
-            vm.events_json().iter().all(|event| event["kind"] != "rejuvenation_due"),
-            "{}: {:?}",
-            vm.name(),
-            vm.events_json()
-        );
+        assert_eq!(vm.events().iter().find_map(event!(RejuvenationDue)), None);
     }
     // One of these had a reason, but its window was closed.
-    let reasons = |vm: &TestVm| vm.age_json().map(|age| age["reasons"].to_string());
-    assert!(reasons(&closed)?.contains("rejuvenate.rss_growth_mib is 1"), "{}", reasons(&closed)?);
-    assert_eq!(reasons(&patient)?, "[]");
+    let reasons = closed.age()?.reasons.concat();
+    assert!(reasons.contains("rejuvenate.rss_growth_mib is 1"), "{reasons}");
+    assert_eq!(patient.age()?.reasons, [""; 0]);
     Ok(())
 }
 
@@ -124,11 +113,11 @@ fn failed_hop_by_policy_is_reported() -> Result<()> {
     let vm = TestVm::busybox("refused").disk(Disk::empty(16)).setting("qemu", qemu);
     let vm = vm.setting("rejuvenate", hop_every_second()).start()?;
     vm.wait_boots(1)?;
-    let failed = vm.wait_event_json("a failure", |event| event["kind"] == "rejuvenation_failed")?;
-    assert!(failed["why"].as_str().is_some_and(|why| why.contains("no successor")), "{failed}");
-    assert_eq!(failed["guest_lost"], false);
+    let (why, guest_lost) =
+        vm.wait_event("a failure", event!(RejuvenationFailed { why, guest_lost, .. } => (why, guest_lost)))?;
+    assert!(why.contains("no successor") && !guest_lost, "{why}");
     vm.sh("dd if=/dev/urandom of=/dev/vda bs=64k count=16 conv=fsync 2>&1")?;
-    let status = vm.status_json()?;
-    assert_eq!((&status["incarnation"], &status["state"]), (&Value::from(1), &Value::from("running")), "{status}");
+    let status = vm.status()?;
+    assert_eq!((status.incarnation, status.state), (1, MachineState::Running), "{status:?}");
     Ok(())
 }

@@ -21,12 +21,12 @@ fn owner_after(phase: Phase) -> Owner {
 fn check(vm: &TestVm, drill: &str, expect: Owner) -> Result<()> {
     let (nonce, before) = (vm.nonce()?, vm.qemu_pid()?);
     vm.restart_keeper_with(&[("HEARTH_DRILL_DIE_AFTER", drill)])?;
-    vm.wait_running_json()?;
+    vm.wait_running()?;
     let hop = vm.cli_output(&["rejuvenate", vm.name()])?;
     assert_ne!(hop.status, 0, "{drill}: the keeper should have died: {}", hop.text());
     vm.wait_keeper_end()?;
     vm.restart_keeper()?;
-    vm.wait_running_json()?;
+    vm.wait_running()?;
     let owner = if vm.qemu_pid()? == before { Owner::Old } else { Owner::New };
     assert_eq!(owner, expect, "{drill}");
     assert_eq!(vm.nonce()?, nonce, "{drill}: it is the same guest");
@@ -43,7 +43,6 @@ fn next_keeper_finds_guest_after_any_phase() -> Result<()> {
     // The journal gives the guest to the new QEMU, which has not received all of it.
     check(&vm, "commit", Owner::Old)?;
     vm.rejuvenate()?;
-    let status = vm.status_json()?;
-    assert_eq!(status["incarnation"], 1, "{status}");
+    assert_eq!(vm.status()?.incarnation, 1);
     Ok(())
 }

@@ -8,12 +8,14 @@ use std::os::fd::{FromRawFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 
+use hearth_api::MachineState;
 use hearth_vmtest::clock::Reading;
-use hearth_vmtest::{Disk, Drives, Output, Result, TestVm, artifacts, known};
+use hearth_vmtest::{Disk, Drives, Output, Result, TestVm, artifacts, event, known};
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
 use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, Signal, kill_process, pidfd_getfd, pidfd_open};
 use serde_json::{Value, json};
 
+use super::hops::last_pause_ms;
 use super::programs::instead_of_qemu;
 
 const ARGUMENTS: &str = "HEARTH_TEST_ARGUMENTS";
@@ -56,19 +58,16 @@ impl Stand {
     #[track_caller]
     fn check_reboot(&self, qemu: &Path, phases: &str) -> Result<()> {
         let vm = &self.vm;
-        let (nonce, before) = (vm.nonce()?, vm.status_json()?["incarnation"].as_u64().expect("a number"));
+        let (nonce, before) = (vm.nonce()?, vm.status()?.incarnation);
         let hop = vm.rejuvenate_to(qemu)?;
         assert!(hop.status == 1 && hop.text().contains(DIED), "{}", hop.text());
-        let failed = vm.wait_event_json("a hop that failed", |event| {
-            event["kind"] == "rejuvenation_failed" && event["incarnation"] == before
-        })?;
-        let in_time = phases.split('|').any(|phase| failed["phase"] == phase);
-        assert!(in_time && failed["guest_lost"] == true, "{failed}");
-        assert_ne!(vm.wait_incarnation(before + 1)?.nonce, nonce, "{phases}: the machine has rebooted");
-        let started = vm.wait_event_json("the next start", |event| {
-            event["kind"] == "incarnation_started" && event["incarnation"] == before + 1
-        })?;
-        assert_eq!(started["warm"], true, "{started}");
+        let failed = event!(|event| RejuvenationFailed { phase, guest_lost, .. } if event.incarnation == before
+            => (phase, guest_lost));
+        let (failed_phase, guest_lost) = vm.wait_event("a hop that failed", failed)?;
+        assert!(phases.split('|').any(|phase| failed_phase == phase) && guest_lost, "{failed_phase}");
+        assert_ne!(vm.wait_incarnation(u64::from(before) + 1)?.nonce, nonce, "{phases}: the machine has rebooted");
+        let warm = event!(|event| IncarnationStarted { warm, .. } if event.incarnation == before + 1 => warm);
+        assert!(vm.wait_event("the next start", warm)?);
         vm.sh("dd if=/dev/urandom of=/dev/vda bs=64k count=16 conv=fsync 2>&1").map(drop)
     }
 }
@@ -102,12 +101,12 @@ fn check_failed_hop(
     expect: &str,
 ) -> Result<String> {
     assert_eq!(hop.status, 1, "{}", hop.text());
-    let status = vm.status_json()?;
-    let failure = status["last_rejuvenation"]["failure"].as_str().unwrap_or_default().to_owned();
+    let status = vm.status()?;
+    let failure = status.last_rejuvenation.and_then(|hop| hop.failure).unwrap_or_default();
     let in_time = phases.split('|').any(|phase| failure.starts_with(&format!("{phase}: ")));
     assert!(in_time && failure.contains(expect), "{failure}");
     assert!(hop.text().contains("the guest continues on the old QEMU"), "{}", hop.text());
-    assert_eq!(status["state"], "running");
+    assert_eq!(status.state, MachineState::Running);
     assert_eq!(vm.qemu_pid()?, *qemu);
     assert_eq!(vm.nonce()?, *nonce, "it is the same guest");
     vm.sh("dd if=/dev/urandom of=/dev/vda bs=64k count=16 conv=fsync 2>&1")?;
@@ -206,8 +205,8 @@ fn disconnect_old_qemu() -> Result<Disconnected> {
         let before = (vm.nonce()?, old);
         let hop = vm.rejuvenate_to(&cuts)?;
         if hop.text().contains(DIED) {
-            let ended = vm.wait_event_json("the end of QEMU", |event| event["kind"] == "qemu_exited")?;
-            assert_eq!(ended["how"], "signal 6", "{ended}");
+            let how = vm.wait_event("the end of QEMU", event!(QemuExited { how, .. } => how))?;
+            assert_eq!(how, "signal 6");
             return Ok(Disconnected::Aborts);
         }
         failures.push(check_failed_hop(vm, &hop, &before, "hand|resume", "")?);
@@ -228,7 +227,7 @@ fn dead_qemu_is_rebooted_instead_of_replaced() -> Result<()> {
     let while_it_gives = format!("kills-{}", vm.qemu_pid()?.as_raw_nonzero());
     stand.check_reboot(&stand.impostor(&while_it_gives), "hand|resume")?;
     vm.kill_qemu()?;
-    vm.wait_event_json("a crash loop", |event| event["kind"] == "crash_loop")?;
+    vm.wait_event("a crash loop", event!(CrashLoop))?;
     let refused = vm.cli_output(&["rejuvenate", vm.name()])?;
     assert!(refused.status == 1 && refused.text().contains(DIED), "{}", refused.text());
     vm.reboot()?;
@@ -253,7 +252,7 @@ fn next_hop_restores_clock_after_failed_hop() -> Result<()> {
     let vm = &stand.vm;
     let earlier = Reading::take(vm)?;
     stand.check(&stand.impostor("hangs-with-all"), "resume", "the new QEMU hangs")?;
-    let stood_s = vm.status_json()?["last_rejuvenation"]["pause_ms"].as_f64().expect("the hop had a pause") / 1e3;
+    let stood_s = last_pause_ms(vm)? / 1e3;
     let behind_s = Reading::take(vm)?.behind_s(&earlier);
     assert!(*behind_s.end() > stood_s / 2.0, "{behind_s:?} of {stood_s}: the clock was not behind");
     for qemu in [artifacts::qemu_10()?, artifacts::installed_qemu()?, artifacts::qemu_10()?] {
@@ -275,7 +274,7 @@ fn failure_past_no_return_reboots_warm() -> Result<()> {
     let (nonce, pid) = (vm.nonce()?, vm.qemu_pid()?);
     // A keeper that starts now looks for neither QEMU.
     vm.restart_keeper()?;
-    vm.wait_running_json()?;
+    vm.wait_running()?;
     assert_eq!((vm.nonce()?, vm.qemu_pid()?), (nonce, pid), "it is the same guest");
     vm.rejuvenate()
 }

@@ -70,8 +70,8 @@ fn guest_in_its_firmware_survives_parking() -> Result<()> {
             assert!(vm.wait_keeper_end()?.success());
         }
     }
-    let status = vm.wait_running_json()?;
-    assert!(status["unparked"]["stood_ms"].is_f64(), "{status}");
+    let unparked = vm.wait_running()?.unparked;
+    assert!(unparked.as_ref().is_some_and(|unparked| unparked.stood_ms.is_some()), "{unparked:?}");
     knows(&vm, 2)?;
     writes_flash(&vm, &vars, 1)?;
     vm.kill_foreign_keeper()
@@ -119,7 +119,7 @@ fn seabios_booted_guest_hops_under_load() -> Result<()> {
 }
 
 fn read_warm_bytes(vm: &TestVm) -> Result<u64> {
-    Ok(vm.status_json()?["disks"][0]["read_warm_bytes"].as_u64().expect("a number"))
+    Ok(vm.status()?.disks[0].read_warm_bytes)
 }
 
 /// Hops through both versions under a load on `device`.

@@ -4,8 +4,7 @@ use std::time::Instant;
 
 use hearth_vmtest::known::{fio_ends_well, fio_goes_on, start_fio};
 use hearth_vmtest::web::{fetch, serve};
-use hearth_vmtest::{Disk, Drives, Output, Result, TestVm, artifacts, patience};
-use serde_json::Value;
+use hearth_vmtest::{Disk, Drives, Output, Result, TestVm, artifacts, event, patience};
 
 #[test]
 fn guest_under_load_hops_between_both_versions() -> Result<()> {
@@ -22,14 +21,18 @@ fn guest_under_load_hops_between_both_versions() -> Result<()> {
     }
     fio_goes_on(&vm)?;
     fio_ends_well(&vm)?;
-    let status = vm.status_json()?;
-    assert_eq!((&status["incarnation"], &status["qemu"]["generation"]), (&Value::from(1), &Value::from(7)), "{status}");
+    assert_eq!((vm.status()?.incarnation, vm.qemu()?.generation), (1, 7));
     vm.has_no_disk_errors()?;
     let complaints: Vec<_> = vm.guest().kernel_log().into_iter().filter(|line| line.contains("error")).collect();
     assert!(complaints.is_empty(), "{complaints:?}");
-    let pauses: Vec<_> = vm.events_json().iter().filter_map(|event| event["pause_ms"].as_f64()).collect();
+    let pauses: Vec<_> = vm.events().iter().filter_map(event!(Rejuvenated { pause_ms, .. } => pause_ms)).collect();
     eprintln!("pauses: {pauses:?}");
     Ok(())
+}
+
+/// How long the machine's last hop paused its guest.
+pub fn last_pause_ms(vm: &TestVm) -> Result<f64> {
+    Ok(vm.status()?.last_rejuvenation.and_then(|hop| hop.pause_ms).expect("the hop had a pause"))
 }
 
 /// Reads words from the console and echoes each, and prints numbered lines meanwhile, until the word is `enough`. At the end it
@@ -125,7 +128,7 @@ fn clock_is_set_forward_in_each_hop() -> Result<()> {
     while hops < 8 || stood_ms < 6.0 * noise_ms || stood_ms < 4.0 * last_ms {
         let hop = vm.rejuvenate_to(&programs[hops as usize % 2])?;
         assert_eq!(hop.status, 0, "{}", hop.text());
-        last_ms = vm.status_json()?["last_rejuvenation"]["pause_ms"].as_f64().expect("the hop had a pause");
+        last_ms = last_pause_ms(&vm)?;
         (stood_ms, hops) = (stood_ms + last_ms, hops + 1);
         assert!(hops < HOPS_MAX, "{hops} hops of {stood_ms} ms in all are within a noise of {noise_ms} ms");
     }
@@ -165,7 +168,7 @@ fn machine_keeps_the_type_of_its_first_qemu() -> Result<()> {
     let (old, new) = (artifacts::installed_qemu()?, artifacts::qemu_10()?);
     let vm = TestVm::busybox("type").disk(Disk::empty(16)).setting("qemu", new.display().to_string()).boot()?;
     let first = machine_type(&vm)?;
-    let version = vm.status_json()?["qemu"]["version"].as_str().expect("it has one").to_owned();
+    let version = vm.qemu()?.version;
     assert!(version.starts_with(first.strip_prefix("pc-q35-").expect("a q35")), "{first} of {version}");
     if old != new {
         let refused = vm.rejuvenate_to(&old)?;
@@ -175,20 +178,20 @@ fn machine_keeps_the_type_of_its_first_qemu() -> Result<()> {
     vm.rejuvenate()?;
     vm.kill_keeper()?;
     vm.restart_keeper()?;
-    vm.wait_running_json()?;
+    vm.wait_running()?;
     vm.stop_at_once()?;
     vm.edit(|file| drop(file.insert("machine_type".into(), "pc-q35-7.2".into())))?;
     vm.restart_keeper()?;
-    vm.wait_running_json()?;
+    vm.wait_running()?;
     assert_eq!(machine_type(&vm)?, "pc-q35-7.2", "the file's type is used");
     vm.stop_at_once()?;
     vm.edit(|file| drop((file.remove("machine_type"), file.insert("qemu".into(), old.display().to_string().into()))))?;
     vm.restart_keeper()?;
-    vm.wait_running_json()?;
+    vm.wait_running()?;
     vm.edit(|file| drop(file.insert("qemu".into(), new.display().to_string().into())))?;
     vm.stop_at_once()?;
     vm.restart_keeper()?;
-    vm.wait_running_json()?;
+    vm.wait_running()?;
     assert_eq!(machine_type(&vm)?, "pc-q35-7.2", "the type stays with a QEMU whose default is newer");
     Ok(())
 }

@@ -2,6 +2,7 @@
 
 use std::path::Path;
 
+use hearth_api::MachineState;
 use hearth_vmtest::{Disk, Drives, Result, TestVm};
 use serde_json::Value;
 
@@ -39,6 +40,6 @@ fn prepare_names_everything_the_reload_would_lose() -> Result<()> {
         refused.text()
     );
     assert!(!record.exists());
-    assert_eq!(vm.status_json()?["state"], "running");
+    assert_eq!(vm.status()?.state, MachineState::Running);
     vm.sh("dd if=/dev/urandom of=/dev/vda bs=64k count=16 conv=fsync 2>&1").map(drop)
 }

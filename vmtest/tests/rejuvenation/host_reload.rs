@@ -11,7 +11,7 @@ use hearth_recovery::rejuvenation::parked::{ParkPhase, ResumePhase};
 use hearth_vmtest::clock::Reading;
 use hearth_vmtest::fleet::FleetServer;
 use hearth_vmtest::known::{count, counts_beyond, fill, start_counter, verify};
-use hearth_vmtest::{Disk, Drives, Output, Result, TestVm, TestVmBuilder, artifacts, faults};
+use hearth_vmtest::{Disk, Drives, Output, Result, TestVm, TestVmBuilder, artifacts, event, faults};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
@@ -42,7 +42,7 @@ fn park(vm: &TestVm) -> Result<String> {
 
 fn resume(vm: &TestVm) -> Result<String> {
     let said = must(host_reload(vm, "resume", &[])?);
-    vm.wait_running_json()?;
+    vm.wait_running()?;
     Ok(said)
 }
 
@@ -84,8 +84,8 @@ fn parked_guest_continues_with_memory_and_disk() -> Result<()> {
         vm.sh("dd if=/tmp/block of=/dev/vda bs=64k conv=fsync oflag=direct 2>&1")?;
         let said = outcome(&vm)?;
         assert_eq!((&said["outcome"], &said["runs"]), (&"resumed".into(), &true.into()), "{said}");
-        let status = vm.status_json()?;
-        assert_eq!((&status["incarnation"], &status["unparked"]["host_reloaded"]), (&1.into(), &false.into()));
+        let status = vm.status()?;
+        assert_eq!((status.incarnation, status.unparked.map(|unparked| unparked.host_reloaded)), (1, Some(false)));
         assert!(said["stood_ms"].as_u64() >= Some(1), "{said}");
         end_keeper(&vm)?;
     }
@@ -139,7 +139,7 @@ fn check_commands_show_it_parked(vm: &TestVm) -> Result<()> {
 fn end_keeper(vm: &TestVm) -> Result<()> {
     vm.kill_foreign_keeper()?;
     vm.restart_keeper()?;
-    vm.wait_running_json().map(drop)
+    vm.wait_running().map(drop)
 }
 
 /// A change to a parked guest, and the machine's message about it.
@@ -232,20 +232,15 @@ fn changed_parked_guest_boots_instead_of_resuming() -> Result<()> {
     let vm = machine("changed").boot()?;
     vm.sh("echo kept | dd of=/dev/vda bs=512 seek=7 conv=notrunc,fsync,sync 2>&1")?;
     for Fault { happens, says } in FAULTS {
-        let status = vm.status_json()?;
-        let (nonce, incarnation) = (vm.nonce()?, status["incarnation"].as_u64().expect("a number"));
+        let (nonce, incarnation) = (vm.nonce()?, vm.status()?.incarnation);
         park(&vm)?;
-        happens(&vm, vm.ram_file(incarnation));
+        happens(&vm, vm.ram_file(incarnation.into()));
         resume(&vm)?;
         let said = outcome(&vm)?;
         let why = said["why"].as_str().unwrap_or_default();
         assert!(said["outcome"] == "booted" && why.contains(says), "{says}: {said}");
-        let lost = vm.wait_event_json(says, |event| {
-            event["kind"] == "parked_lost" && event["why"].as_str().is_some_and(|why| why.contains(says))
-        })?;
-        assert!(lost["why"].is_string());
-        let next = vm.status_json()?["incarnation"].as_u64().expect("a number");
-        let ready = vm.wait_incarnation(next)?;
+        vm.wait_event(says, event!(ParkedLost { why } if why.contains(says)))?;
+        let ready = vm.wait_incarnation(vm.status()?.incarnation.into())?;
         assert_ne!(ready.nonce, nonce, "{says}: the machine has booted");
         let kept = vm.sh("dd if=/dev/vda bs=512 skip=7 count=1 iflag=direct 2>/dev/null | head -n 1")?;
         assert_eq!(kept.trim(), "kept", "{says}: the disk is unchanged");
@@ -270,8 +265,8 @@ fn machines_boot_with_reason_after_power_loss() -> Result<()> {
     assert_ne!(vm.wait_boots(2)?.nonce, nonce, "the machine has booted");
     let kept = vm.sh("dd if=/dev/vda bs=512 skip=7 count=1 iflag=direct 2>/dev/null | head -n 1")?;
     assert_eq!(kept.trim(), "kept");
-    let status = vm.status_json()?;
-    assert!(status["unparked"]["lost"].as_str().is_some_and(|why| why.starts_with(WORDS)), "{status}");
+    let unparked = vm.status()?.unparked.expect("it was parked");
+    assert!(unparked.lost.as_ref().is_some_and(|why| why.starts_with(WORDS)), "{unparked:?}");
     let told = vm.cli(&["events", vm.name()])?;
     assert!(told.contains(&format!("the parked guest cannot resume; the machine boots instead: {WORDS}")), "{told}");
     let log = fs::read_to_string(runtime_folder.join("keeper.log")).expect("its log");
@@ -283,7 +278,7 @@ fn machines_boot_with_reason_after_power_loss() -> Result<()> {
     empty(&runtime_folder);
     let record = vm.folder().join("record.json").display().to_string();
     vm.restart_keeper_with(&[("HEARTH_HOST_RELOAD_RECORD", &record)])?;
-    assert_eq!(vm.wait_running_json()?["unparked"], Value::Null);
+    assert_eq!(vm.wait_running()?.unparked, None);
     Ok(())
 }
 
@@ -295,7 +290,7 @@ fn clock_of_a_parked_guest_is_corrected() -> Result<()> {
     std::thread::sleep(Duration::from_secs(3));
     resume(&vm)?;
     let behind_s = Reading::take(&vm)?.behind_s(&earlier);
-    let stood_s = vm.status_json()?["unparked"]["stood_ms"].as_f64().expect("a number") / 1e3;
+    let stood_s = vm.status()?.unparked.and_then(|unparked| unparked.stood_ms).expect("it resumed") / 1e3;
     assert!(stood_s > 3.0, "{stood_s}");
     // However long a reading takes, the clock must be nearer to the host's than it was.
     assert!(*behind_s.start() < stood_s / 2.0 && *behind_s.end() > -stood_s / 2.0, "{behind_s:?} of {stood_s}");
@@ -361,7 +356,7 @@ fn parked_guest_is_kept_until_problem_is_fixed() -> Result<()> {
     assert!(down.status == 1 && text.contains("patient: down: its keeper ended"), "{text}");
     assert_eq!(outcome(&vm)?["outcome"], "down");
     let says = "QEMU does not respond";
-    vm.wait_event_json(says, |event| event["message"].as_str().is_some_and(|message| message.contains(says)))?;
+    vm.wait_event(says, event!(Error { message } if message.contains(says)))?;
     configure(&vm, "qemu", qemu);
     // A change for the next guest does not stop the resume.
     configure(&vm, "cpus", Some(2.into()));
@@ -378,7 +373,7 @@ fn guest_continues_after_keeper_dies_while_parking() -> Result<()> {
     for phase in ParkPhase::ALL {
         let name = phase.name();
         vm.restart_keeper_with(&[("HEARTH_DRILL_DIE_AFTER", name)])?;
-        vm.wait_running_json()?;
+        vm.wait_running()?;
         // QEMU has connected to its disk. One before 9.1 may end when a disk that is just starting loses its server, which is not
         // tested here.
         vm.sh(WRITES)?;
@@ -391,12 +386,12 @@ fn guest_continues_after_keeper_dies_while_parking() -> Result<()> {
             let text = prepared.text();
             assert!(prepared.status == 1 && text.contains("dies: its keeper ended"), "{name}: {text}");
         }
-        vm.wait_running_json()?;
+        vm.wait_running()?;
         assert_eq!(vm.nonce()?, nonce, "{name}: it is the same guest");
         vm.sh(WRITES)?;
         end_keeper(&vm)?;
     }
-    assert_eq!(vm.status_json()?["incarnation"], 1);
+    assert_eq!(vm.status()?.incarnation, 1);
     Ok(())
 }
 
@@ -410,12 +405,12 @@ fn guest_is_kept_when_keeper_dies_resuming() -> Result<()> {
         vm.restart_keeper_with(&[("HEARTH_DRILL_DIE_AFTER", name)])?;
         assert!(!vm.wait_keeper_end()?.success(), "{name}: the keeper should have died");
         vm.restart_keeper()?;
-        vm.wait_running_json()?;
+        vm.wait_running()?;
         assert_eq!(vm.nonce()?, nonce, "{name}: it is the same guest");
         vm.sh(WRITES)?;
         must(host_reload(&vm, "resume", &[])?);
     }
-    assert_eq!(vm.status_json()?["incarnation"], 1);
+    assert_eq!(vm.status()?.incarnation, 1);
     Ok(())
 }
 
@@ -437,7 +432,7 @@ fn guests_resume_if_output_fails_or_cancelled() -> Result<()> {
         assert_eq!(said.status.code(), Some(1), "{text}");
         assert!(text.contains(&format!("host reload failed, the host keeps its kernel: {why}")), "{text}");
         assert!(vm.wait_keeper_end()?.success());
-        vm.wait_running_json()?;
+        vm.wait_running()?;
         assert_eq!(vm.nonce()?, nonce, "it is the same guest");
         assert_eq!(outcome(&vm)?["outcome"], "resumed");
         assert_eq!(fleet.holders(), Vec::<String>::new());
@@ -455,7 +450,7 @@ fn guests_resume_if_output_fails_or_cancelled() -> Result<()> {
     }
     kill_process(Pid::from_child(&prepare), Signal::INT).expect("it runs");
     check_resumed(prepare, "it was cancelled")?;
-    assert_eq!(vm.status_json()?["incarnation"], 1);
+    assert_eq!(vm.status()?.incarnation, 1);
     Ok(())
 }
 
@@ -499,7 +494,7 @@ fn one_failed_park_resumes_the_others() -> Result<()> {
     assert!(text.contains("first: resumed, paused for"), "{text}");
     assert!(text.contains("host reload failed, the host keeps its kernel: second: hold: "), "{text}");
     assert!(first.wait_keeper_end()?.success());
-    first.wait_running_json()?;
+    first.wait_running()?;
     assert_eq!([first.nonce()?, third.nonce()?], nonces);
     assert_eq!(third.qemu_pid()?, stays, "the machine kept its QEMU");
     // Its QEMU hung and was ended, which causes a reboot.

@@ -3,20 +3,20 @@
 
 use std::path::{Path, PathBuf};
 
-use hearth_vmtest::{Disk, Drives, Result, TestVm, artifacts, known, write_program};
+use hearth_vmtest::{Disk, Drives, Result, TestVm, artifacts, event, known, write_program};
 use serde_json::Value;
 
 /// The guest, its QEMU and the process of its keeper.
 #[derive(Debug, PartialEq, Eq)]
 struct Identity {
     nonce: String,
-    qemu: Value,
-    keeper: Value,
+    qemu: Option<u32>,
+    keeper: u32,
 }
 
 fn identity(vm: &TestVm) -> Result<Identity> {
-    let status = vm.wait_running_json()?;
-    Ok(Identity { nonce: vm.nonce()?, qemu: status["qemu"]["pid"].clone(), keeper: status["keeper"]["pid"].clone() })
+    let status = vm.wait_running()?;
+    Ok(Identity { nonce: vm.nonce()?, qemu: status.qemu.map(|qemu| qemu.pid), keeper: status.keeper.pid })
 }
 
 /// The program that the keeper's process runs.
@@ -139,10 +139,8 @@ fn keeper_takes_over_from_a_later_version() -> Result<()> {
     vm.sh("dd if=/dev/urandom of=/dev/vda bs=64k count=16 conv=fsync 2>&1")?;
     let events_text = vm.cli(&["events", vm.name()])?;
     assert!(events_text.contains("guest_teleported: event from another version of Hearth"), "{events_text}");
-    let started = vm.wait_event_json("the keeper's start", |event| {
-        event["kind"] == "started" && event["sequence"].as_u64() > Some(sequence)
-    })?;
-    assert_eq!(started["sequence"], sequence + 1, "the log continues after the unknown event");
+    let started = vm.wait_event("the keeper's start", event!(|event| Started if event.sequence > sequence))?;
+    assert_eq!(started.sequence, sequence + 1, "the log continues after the unknown event");
 
     // A journal of another version is refused, since its keys may mean something else; the guest lives on meanwhile.
     vm.kill_keeper()?;
@@ -185,7 +183,7 @@ fn unusable_keeper_program_leaves_machine_unchanged() -> Result<()> {
     check(&vm, Path::new("/nowhere/hearth"), "program /nowhere/hearth does not exist")?;
     check(&vm, &program("other", "echo fine"), "is not hearth: it answers \"fine\"")?;
     check(&vm, &program("older", "echo journal: version 1, I know 0 >&2; exit 1"), "journal: version 1, I know 0")?;
-    assert!(vm.events_json().iter().all(|event| event["kind"] != "keeper_hands_over"), "no hand-over began");
+    assert_eq!(vm.events().iter().find_map(event!(KeeperHandsOver)), None, "no hand-over began");
     // Both of these claim to be usable.
     let vanishes = format!("rm $0; exec {hearth} \"$@\"");
     check(&vm, &program("vanishes", &vanishes), "cannot start ")?;
@@ -235,9 +233,7 @@ fn guest_that_dies_during_upgrade_reboots_warm() -> Result<()> {
     let upgrade = vm.cli_output(&["upgrade-keeper", vm.name(), "--program", &program.display().to_string()])?;
     assert_eq!(upgrade.status, 1, "{}", upgrade.text());
     vm.wait_incarnation(2)?;
-    let started = vm.wait_event_json("the next start", |event| {
-        event["kind"] == "incarnation_started" && event["incarnation"] == 2
-    })?;
-    assert_eq!(started["warm"], true, "{started}");
+    let warm = event!(|event| IncarnationStarted { warm, .. } if event.incarnation == 2 => warm);
+    assert!(vm.wait_event("the next start", warm)?);
     Ok(())
 }

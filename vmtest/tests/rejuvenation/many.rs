@@ -4,6 +4,7 @@
 use hearth_vmtest::{Disk, Drives, Output, Result, TestVm, TestVmBuilder};
 use serde_json::Value;
 
+use super::hops::last_pause_ms;
 use super::programs::no_successor;
 
 fn builder(name: &str) -> TestVmBuilder {
@@ -64,8 +65,7 @@ fn failure_stops_the_rest_without_keep_going() -> Result<()> {
     let predicted =
         plan["predictions"].as_array().and_then(|rows| rows.iter().find(|row| row["n"] == 3)).expect("a row");
     assert_eq!((&verdict["at_a_time"], &verdict["predicted_ms"]), (&3.into(), &predicted["d_w_ms"]), "{verdict}");
-    let pauses =
-        [&first, &third].map(|vm| figure(&vm.status_json().expect("it runs")["last_rejuvenation"], "pause_ms"));
+    let pauses = [&first, &third].map(|vm| last_pause_ms(vm).expect("it runs"));
     let measured = (pauses[0] + pauses[1]) / 2.0;
     assert!((figure(&verdict, "measured_ms") - measured).abs() < 1e-6, "{verdict}: {pauses:?}");
     let off = (figure(&verdict, "predicted_ms") / measured - 1.0).abs() * 100.0;

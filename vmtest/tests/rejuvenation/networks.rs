@@ -38,12 +38,12 @@ fn keeps_its_connection(vm: &TestVm, address: SocketAddr) -> Result<()> {
         talk.goes_on();
     }
     vm.restart_keeper_with(&[("HEARTH_DRILL_DIE_AFTER", "hand")])?;
-    vm.wait_running_json()?;
+    vm.wait_running()?;
     let hop = vm.cli_output(&["rejuvenate", vm.name()])?;
     assert_ne!(hop.status, 0, "the keeper should have died: {}", hop.text());
     vm.wait_keeper_end()?;
     vm.restart_keeper()?;
-    vm.wait_running_json()?;
+    vm.wait_running()?;
     talk.goes_on();
     vm.rejuvenate()?;
     talk.goes_on();

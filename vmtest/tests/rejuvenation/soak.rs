@@ -28,10 +28,9 @@ fn hundreds_of_hops_succeed() -> Result<()> {
         let began = Instant::now();
         let hop = vm.rejuvenate_to(&programs[number % 2])?;
         let took = began.elapsed();
-        let status = vm.status_json()?;
-        let last = &status["last_rejuvenation"];
+        let last = vm.status()?.last_rejuvenation;
         let mut say = |what: &str| {
-            let line = format!("hop {number}: {what}, in {took:?}: {last}");
+            let line = format!("hop {number}: {what}, in {took:?}: {last:?}");
             eprintln!("{line}");
             failures.push(line);
         };
@@ -39,7 +38,7 @@ fn hundreds_of_hops_succeed() -> Result<()> {
             say(&format!("failed: {}", hop.text()));
             continue;
         }
-        let pause = last["pause_ms"].as_f64().unwrap_or(f64::NAN);
+        let pause = last.as_ref().and_then(|last| last.pause_ms).unwrap_or(f64::NAN);
         pauses.push(pause);
         if pause.is_nan() || pause > SLOW_PAUSE_MS || took > SLOW_HOP {
             say("slow");
@@ -101,7 +100,7 @@ fn hundreds_of_upgrades_succeed_at_any_moment() -> Result<()> {
 fn wait_written(vm: &TestVm, before: u64) -> Result<u64> {
     let deadline = Instant::now() + patience(2);
     loop {
-        let written = vm.status_json()?["disks"][0]["written_bytes"].as_u64().unwrap_or_default();
+        let written = vm.status()?.disks[0].written_bytes;
         if written > before || Instant::now() > deadline {
             return Ok(written);
         }
