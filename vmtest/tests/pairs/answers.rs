@@ -4,10 +4,10 @@ use std::fs::Permissions;
 use std::os::unix::fs::PermissionsExt;
 use std::time::{Duration, Instant};
 
-use hearth_vmtest::patience;
-use serde_json::Value;
+use hearth_api::{EventRecord, MachineState, MachineStatus};
+use hearth_vmtest::{event, patience};
 
-use crate::machine::{Bed, Keeper, NAMES, wait};
+use crate::machine::{Bed, Keeper, NAMES, refusal, wait};
 
 /// An answer that waits for nobody comes within milliseconds; this is for a busy host.
 const AT_ONCE: Duration = Duration::from_secs(3);
@@ -16,7 +16,7 @@ const STEPS_MAX: usize = 40;
 /// How often a QEMU repeats that its guest has crashed.
 const REPEATS: usize = 5;
 
-fn status(keeper: &Keeper<'_>) -> Value {
+fn status(keeper: &Keeper<'_>) -> MachineStatus {
     let asked = Instant::now();
     let status = keeper.status();
     assert!(asked.elapsed() < AT_ONCE, "an answer after {:?}", asked.elapsed());
@@ -24,12 +24,12 @@ fn status(keeper: &Keeper<'_>) -> Value {
 }
 
 #[track_caller]
-fn must_not_have_stalled(status: &Value, step: usize) {
-    let stall_ms = status["keeper"]["loop_stall_ms_max"].as_f64();
-    assert!(stall_ms.is_some_and(|stall_ms| stall_ms < AT_ONCE.as_secs_f64() * 1e3), "step {step}: {stall_ms:?}");
+fn must_not_have_stalled(status: &MachineStatus, step: usize) {
+    let stall_ms = status.keeper.loop_stall_ms_max;
+    assert!(stall_ms < AT_ONCE.as_secs_f64() * 1e3, "step {step}: {stall_ms}");
 }
 
-fn post(keeper: &Keeper<'_>, path: &str, body: &str) -> (u16, Value) {
+fn post(keeper: &Keeper<'_>, path: &str, body: &str) -> (u16, String) {
     let asked = Instant::now();
     let answer = keeper.api().ask("POST", path, body).expect("the keeper lives");
     assert!(asked.elapsed() < AT_ONCE, "{path}: an answer after {:?}", asked.elapsed());
@@ -40,7 +40,7 @@ fn post(keeper: &Keeper<'_>, path: &str, body: &str) -> (u16, Value) {
 fn parks_until(bed: &Bed, keeper: &Keeper<'_>, step: usize) -> bool {
     bed.hand.arm(Some(step));
     assert_eq!(post(keeper, "/v1/park", "{}").0, 200);
-    wait(patience(1), || bed.hand.held().is_some() || keeper.api().ask("GET", "/v1/status", "").is_none());
+    wait(patience(1), || bed.hand.held().is_some() || !keeper.answers());
     bed.hand.held().is_some()
 }
 
@@ -51,12 +51,11 @@ fn threads(keeper: &Keeper<'_>, name: &str) -> usize {
     names.filter(|found| found.starts_with(name)).count()
 }
 
-/// Of this kind, since the keeper was started first.
-fn events(bed: &Bed, kind: &str) -> Vec<Value> {
+/// What `look` finds in the events since the keeper was started first.
+fn events<T>(bed: &Bed, look: impl Fn(&EventRecord) -> Option<T>) -> Vec<T> {
     let text = std::fs::read_to_string(bed.runtime_of(NAMES[0]).join("events.jsonl"));
     let text = text.expect("a keeper writes its events");
-    let events = text.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
-    events.filter(|event| event["kind"] == kind).collect()
+    text.lines().filter_map(|line| look(&serde_json::from_str(line).ok()?)).collect()
 }
 
 fn is_parked(bed: &Bed) -> bool {
@@ -80,21 +79,18 @@ fn keeper_answers_at_each_step_of_a_park() {
             return;
         }
         let status = status(&keeper);
-        assert!(status["parking_since"].is_string() && status["state"] == "running", "step {step}: {status}");
+        let parks = status.parking_since.is_some() && status.state == MachineState::Running;
+        assert!(parks, "step {step}: {status:?}");
         must_not_have_stalled(&status, step);
         for (path, body) in [("/v1/rejuvenate", "{}"), ("/v1/dump", "{}"), ("/v1/park", "{}"), ("/v1/crash", "{}")] {
-            let (number, answer) = post(&keeper, path, body);
-            let why = answer["message"].as_str().unwrap_or_default();
-            assert!(
-                number == 409 && why.ends_with("the guest is being parked"),
-                "step {step}, {path}: {number} {answer}"
-            );
+            let why = refusal(post(&keeper, path, body));
+            assert!(why.ends_with("the guest is being parked"), "step {step}, {path}: {why}");
         }
         assert_eq!(post(&keeper, "/v1/stop", r#"{"force": true}"#).0, 200, "step {step}");
         must_end(&bed, &mut keeper);
         assert!(!is_parked(&bed), "step {step}");
-        let failed = events(&bed, "park_failed").pop().expect("an event");
-        assert_eq!(failed["why"], "the machine was told to stop", "step {step}");
+        let why = events(&bed, event!(ParkFailed { why, .. } => why)).pop().expect("an event");
+        assert_eq!(why, "the machine was told to stop", "step {step}");
         bed.hand.release("go");
     }
     panic!("a park with {STEPS_MAX} commands");
@@ -106,11 +102,11 @@ fn cancelled_park_lets_guest_shut_down() {
     let mut keeper = bed.running();
     assert!(parks_until(&bed, &keeper, 4));
     assert_eq!(post(&keeper, "/v1/stop", "{}").0, 200);
-    assert_eq!(status(&keeper)["state"], "stopping");
+    assert_eq!(status(&keeper).state, MachineState::Stopping);
     bed.hand.release("go");
     must_end(&bed, &mut keeper);
     assert!(!is_parked(&bed));
-    assert!(events(&bed, "power_cut").is_empty(), "the guest was asked when it ran again");
+    assert_eq!(events(&bed, event!(PowerCut)), [], "the guest was asked when it ran again");
 }
 
 #[test]
@@ -123,8 +119,8 @@ fn guest_that_crashes_during_a_park_recovers() {
     wait(Duration::from_millis(50), || false);
     bed.hand.release("go");
     keeper.settled(Duration::from_millis(50)).unwrap().expect("it goes on");
-    assert!(wait(patience(1), || status(&keeper)["incarnation"] == 2), "{}", status(&keeper));
-    assert!(!is_parked(&bed) && !events(&bed, "park_failed").is_empty());
+    assert!(wait(patience(1), || status(&keeper).incarnation == 2), "{:?}", status(&keeper));
+    assert!(!is_parked(&bed) && !events(&bed, event!(ParkFailed)).is_empty());
     assert_eq!(post(&keeper, "/v1/stop", r#"{"force": true}"#).0, 200);
     must_end(&bed, &mut keeper);
 }
@@ -167,12 +163,12 @@ fn keeper_answers_during_save_and_paused_dump() {
 /// Whether a start is held at its next step. If not, the machine runs. One that is held answers that it is starting.
 #[track_caller]
 fn is_held_while_starting(bed: &Bed, keeper: &Keeper<'_>, step: usize) -> bool {
-    let runs = || keeper.api().ask("GET", "/v1/status", "").is_some_and(|(_, status)| status["state"] == "running");
+    let runs = || keeper.api().status().is_some_and(|status| status.state == MachineState::Running);
     assert!(wait(patience(1), || bed.hand.held().is_some() || runs()), "step {step}: {}", keeper.said());
     let is_held = bed.hand.held().is_some();
     if is_held {
         let status = status(keeper);
-        assert!(status["state"] == "starting" && status["state_why"].is_string(), "step {step}: {status}");
+        assert!(status.state == MachineState::Starting && status.state_why.is_some(), "step {step}: {status:?}");
         must_not_have_stalled(&status, step);
     }
     is_held
@@ -190,16 +186,12 @@ fn check_first_start(bed: &Bed, begin: &dyn Fn(&Bed) -> Keeper<'_>, ends: bool) 
             return must_end(bed, &mut keeper);
         }
         for (path, body) in [("/v1/reboot", "{}"), ("/v1/crash", "{}"), ("/v1/disks/root/resize", "{}")] {
-            let (number, answer) = post(&keeper, path, body);
-            let why = answer["message"].as_str().unwrap_or_default();
-            assert!(
-                number == 409 && why.ends_with("the machine is starting"),
-                "step {step}, {path}: {number} {answer}"
-            );
+            let why = refusal(post(&keeper, path, body));
+            assert!(why.ends_with("the machine is starting"), "step {step}, {path}: {why}");
         }
         assert_eq!(post(&keeper, "/v1/stop", r#"{"force": true}"#).0, 200, "step {step}");
         if !ends {
-            assert_eq!(status(&keeper)["state"], "stopping", "step {step}");
+            assert_eq!(status(&keeper).state, MachineState::Stopping, "step {step}");
             bed.hand.release("go");
         }
         must_end(bed, &mut keeper);
@@ -272,17 +264,16 @@ fn keeper_answers_while_registers_are_read() {
     for _ in 0..REPEATS {
         bed.hand.guests("panic-again");
     }
-    let is_told = || events(&bed, "guest_panicked").len() == REPEATS + 1;
-    assert!(wait(patience(1), is_told), "{:?}", events(&bed, "guest_panicked"));
+    let panics = || events(&bed, event!(GuestPanicked));
+    assert!(wait(patience(1), || panics().len() == REPEATS + 1), "{:?}", panics());
     assert_eq!(threads(&keeper, "harvest-"), 1);
     let status_now = status(&keeper);
-    assert!(bed.hand.held().is_some() && status_now["incarnation"] == 1, "{status_now}");
+    assert!(bed.hand.held().is_some() && status_now.incarnation == 1, "{status_now:?}");
     // QEMU is waited for twice as long.
-    let stall_ms = status_now["keeper"]["loop_stall_ms_max"].as_f64();
-    assert!(stall_ms.is_some_and(|stall_ms| stall_ms < 1e3), "{stall_ms:?}");
+    assert!(status_now.keeper.loop_stall_ms_max < 1e3, "{status_now:?}");
     bed.hand.release("go");
-    assert!(wait(patience(1), || status(&keeper)["incarnation"] == 2), "{}", status(&keeper));
-    assert_eq!(events(&bed, "registers_taken").len(), 1);
+    assert!(wait(patience(1), || status(&keeper).incarnation == 2), "{:?}", status(&keeper));
+    assert_eq!(events(&bed, event!(RegistersTaken)).len(), 1);
     assert_eq!(post(&keeper, "/v1/stop", r#"{"force": true}"#).0, 200);
     must_end(&bed, &mut keeper);
 }

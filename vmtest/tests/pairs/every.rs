@@ -5,6 +5,7 @@ use std::fmt;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::time::Duration;
 
+use hearth_api::MachineState;
 use hearth_vmtest::{Random, patience};
 
 use crate::machine::{Bed, Keeper, NAMES, kill, wait};
@@ -174,7 +175,7 @@ impl Stage {
         let stage = self;
         let mut keeper = stage.run()?;
         let snapshot = format!(r#"{{"folder": {:?}}}"#, stage.bed.path("snapshot"));
-        keeper.api().ask("POST", "/v1/save", &snapshot).ok_or("no save")?;
+        keeper.api().ask("POST", "/v1/save", &snapshot).map_err(|error| format!("no save: {error}"))?;
         keeper.settled(REST)?;
         stage.end(keeper, false)
     }
@@ -183,7 +184,7 @@ impl Stage {
     fn run(&self) -> Result<Keeper<'_>, String> {
         let mut keeper = self.begin_keeper(Boot);
         match keeper.settled(REST)? {
-            Some(status) if status["state"] == "running" => Ok(keeper),
+            Some(status) if status.state == MachineState::Running => Ok(keeper),
             other => Err(format!("the machine does not start: {other:?}")),
         }
     }
@@ -223,7 +224,7 @@ impl Stage {
             }
             Resume => {
                 let mut keeper = self.run()?;
-                keeper.api().ask("POST", "/v1/park", "{}").ok_or("no park")?;
+                keeper.api().ask("POST", "/v1/park", "{}").map_err(|error| format!("no park: {error}"))?;
                 let parked = wait(limit(), || keeper.ended().is_some());
                 if parked { Ok(None) } else { Err("it is not parked".to_owned()) }
             }
@@ -245,7 +246,7 @@ impl Stage {
             Panic => self.bed.hand.guests("panic"),
             Off => self.bed.hand.guests("off"),
             Watchdog => self.bed.hand.guests("watchdog"),
-            Status => drop(keeper.api().ask("GET", "/v1/status", "")),
+            Status => drop(keeper.api().status()),
             Reboot => post("/v1/reboot", "{}"),
             RebootForced => post("/v1/reboot", r#"{"force": true}"#),
             Crash => post("/v1/crash", "{}"),
@@ -376,15 +377,17 @@ impl Stage {
         // A replaced QEMU may be about to end.
         let (mut qemu, mut qemus) = Default::default();
         let alone = wait(limit(), || {
-            qemu = keeper.api().ask("GET", "/v1/status", "").and_then(|(_, status)| status["qemu"]["pid"].as_u64());
+            qemu = keeper.api().status().and_then(|status| status.qemu).map(|qemu| qemu.pid);
             qemus = self.bed.qemus();
-            qemus.iter().copied().map(u64::from).eq(qemu) || keeper.ended().is_some()
+            qemus.iter().copied().eq(qemu) || keeper.ended().is_some()
         });
         if !alone {
             return Err(format!("QEMUs {qemus:?} are there, and the machine's is {qemu:?}"));
         }
-        if status["state"] == "paused" && !matches!((case.first, case.second), (DumpPaused, _) | (_, DumpPaused)) {
-            return Err(format!("the guest stands still: {status}"));
+        if status.state == MachineState::Paused
+            && !matches!((case.first, case.second), (DumpPaused, _) | (_, DumpPaused))
+        {
+            return Err(format!("the guest stands still: {status:?}"));
         }
         Ok(())
     }
@@ -393,7 +396,7 @@ impl Stage {
     /// find an order to stop.
     fn end<'a>(&'a self, mut keeper: Keeper<'a>, may_stop: bool) -> Result<(), String> {
         // `hearth host-reload prepare` starts the machine again if it could not park it.
-        let has_another = keeper.ended().is_some() && keeper.api().ask("GET", "/v1/status", "").is_some();
+        let has_another = keeper.ended().is_some() && keeper.answers();
         if keeper.ended().is_some() && !has_another {
             let name = keeper.name;
             keeper = self.begin_next_keeper(name);
@@ -407,9 +410,9 @@ impl Stage {
                 return Err(format!("the next keeper ended: {:?}", keeper.ended()));
             }
         }
-        let api = keeper.api();
-        api.ask("POST", "/v1/stop", r#"{"force": true}"#);
-        if !wait(limit(), || keeper.ended().is_some() && api.ask("GET", "/v1/status", "").is_none()) {
+        // A keeper that has ended meanwhile does not answer.
+        let _ = keeper.api().ask("POST", "/v1/stop", r#"{"force": true}"#);
+        if !wait(limit(), || keeper.ended().is_some() && !keeper.answers()) {
             return Err("does not stop".to_owned());
         }
         let mut left = Vec::new();

@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
+use hearth_api::MachineState;
 use hearth_vmtest::{Random, patience};
 use serde_json::json;
 
@@ -117,7 +118,7 @@ fn play(bed: &Bed, seed: u64) -> Result<(), String> {
         let mut modest = Ok(());
         let answered = wait(ANSWERS_WITHIN, || {
             modest = must_be_modest(&keeper, rss_before);
-            modest.is_err() || keeper.ended().is_some() || keeper.api().ask("GET", "/v1/status", "").is_some()
+            modest.is_err() || keeper.ended().is_some() || keeper.answers()
         });
         modest?;
         if !answered {
@@ -129,7 +130,7 @@ fn play(bed: &Bed, seed: u64) -> Result<(), String> {
     if !wait(ANSWERS_WITHIN, || {
         // A keeper that is being replaced answers 503: ask again.
         if answer.as_ref().is_none_or(|(number, _)| *number == 503) {
-            answer = keeper.api().ask("POST", "/v1/stop", r#"{"force": true}"#);
+            answer = keeper.api().ask("POST", "/v1/stop", r#"{"force": true}"#).ok();
         }
         keeper.ended().is_some()
     }) {
@@ -139,7 +140,7 @@ fn play(bed: &Bed, seed: u64) -> Result<(), String> {
     bed.hand.order(None);
     let mut next = bed.keeper(NAMES[0], &["run", "machine.toml"]);
     next.settled(Duration::ZERO)?.ok_or("the next one does not start")?;
-    next.api().ask("POST", "/v1/stop", r#"{"force": true}"#);
+    let _ = next.api().ask("POST", "/v1/stop", r#"{"force": true}"#);
     if !wait(patience(1), || next.ended().is_some()) {
         return Err("the next one does not stop".to_owned());
     }
@@ -168,11 +169,11 @@ fn held(bed: &Bed, keeper: &Keeper<'_>) -> (BTreeMap<String, usize>, u64) {
 /// Starts a machine, ends its QEMU in the given way, and waits until the next guest runs.
 fn outlive<'a>(bed: &'a Bed, end: impl FnOnce(&Keeper<'_>, u32)) -> Keeper<'a> {
     let mut keeper = bed.running();
-    let before = keeper.status();
-    end(&keeper, before["qemu"]["pid"].as_u64().expect("it has a QEMU") as u32);
+    let before = keeper.qemu().expect("it has a QEMU");
+    end(&keeper, before);
     let is_replaced = || {
         let status = keeper.settled(Duration::ZERO).expect("it settles").expect("the keeper lives");
-        status["state"] == "running" && status["qemu"]["pid"] != before["qemu"]["pid"]
+        status.state == MachineState::Running && status.qemu.is_some_and(|qemu| qemu.pid != before)
     };
     assert!(wait(ANSWERS_WITHIN, is_replaced), "{}", bed.log());
     keeper
@@ -196,7 +197,7 @@ fn descriptors_from_qemu_are_closed_and_block_nobody() {
         assert!(is_as_after_a_kill, "{kind}: with descriptors, and after a kill: {:#?}", both());
         let events = std::fs::read_to_string(bed.runtime_of(NAMES[0]).join("events.jsonl")).expect("there are events");
         assert!(events.contains("its QMP sent file descriptors"), "{kind}: {events}");
-        keeper.api().ask("POST", "/v1/stop", r#"{"force": true}"#);
+        let _ = keeper.api().ask("POST", "/v1/stop", r#"{"force": true}"#);
         assert!(wait(ANSWERS_WITHIN, || keeper.ended().is_some()), "{kind}: it does not stop");
     }
 }
@@ -209,15 +210,15 @@ fn a_hostile_qemu_harms_only_itself() {
     };
     let neighbour = Bed::make();
     let neighbour = neighbour.running();
-    let before = neighbour.status();
+    let before = neighbour.qemu();
     let (next, over, failed) = (AtomicU64::new(seeds.start), AtomicBool::new(false), AtomicU64::new(0));
     std::thread::scope(|scope| {
         let watch = scope.spawn(|| {
             while !over.load(Relaxed) {
                 let asked = Instant::now();
-                let status = neighbour.api().ask("GET", "/v1/status", "").expect("its keeper lives").1;
+                let qemu = neighbour.qemu();
                 assert!(asked.elapsed() < NEIGHBOUR_ANSWERS_WITHIN, "the neighbour waits");
-                assert_eq!(status["qemu"]["pid"], before["qemu"]["pid"], "the neighbour's guest goes on");
+                assert_eq!(qemu, before, "the neighbour's guest goes on");
                 std::thread::sleep(Duration::from_millis(50));
             }
         });

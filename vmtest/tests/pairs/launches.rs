@@ -2,21 +2,23 @@
 
 use std::time::{Duration, Instant};
 
+use hearth_api::{MachineState, MachineStatus};
 use hearth_vmtest::patience;
-use serde_json::Value;
 
-use crate::machine::{Bed, Keeper, kill, wait};
+use crate::machine::{Bed, Keeper, kill, refusal, wait};
 
 /// The start takes this long.
 const START: Duration = Duration::from_millis(500);
 const REST: Duration = Duration::from_millis(20);
 
-fn post(keeper: &Keeper<'_>, path: &str, body: &str) -> (u16, Value) {
-    keeper.api().ask("POST", path, body).unwrap_or_else(|| panic!("no answer to {path}"))
+fn post(keeper: &Keeper<'_>, path: &str, body: &str) -> (u16, String) {
+    keeper.api().ask("POST", path, body).unwrap_or_else(|error| panic!("no answer to {path}: {error}"))
 }
 
-fn stall_ms(status: &Value) -> f64 {
-    status["keeper"]["loop_stall_ms_max"].as_f64().expect("a number")
+#[track_caller]
+fn must_not_have_stalled(status: &MachineStatus) {
+    let stall_ms = status.keeper.loop_stall_ms_max;
+    assert!(stall_ms < START.as_secs_f64() * 1e3, "the loop stood still for {stall_ms} ms");
 }
 
 /// Makes a request that starts a QEMU. The QEMU has been started and is not heard of yet.
@@ -38,9 +40,9 @@ fn begin_slow_reboot(bed: &Bed, keeper: &Keeper<'_>) {
 
 /// Asserts that the machine has come to rest, with one QEMU.
 #[track_caller]
-fn has_one_qemu(bed: &Bed, keeper: &mut Keeper<'_>) -> Value {
+fn has_one_qemu(bed: &Bed, keeper: &mut Keeper<'_>) -> MachineStatus {
     let status = keeper.settled(REST).expect("it settles").expect("the keeper lives");
-    let qemu = status["qemu"]["pid"].as_u64().expect("it runs") as u32;
+    let qemu = status.qemu.as_ref().expect("it runs").pid;
     assert!(wait(patience(1), || bed.qemus().iter().eq([&qemu])), "{:?} beside {qemu}", bed.qemus());
     status
 }
@@ -54,18 +56,17 @@ fn status_is_answered_during_a_hops_launch() {
     let (began, mut asked) = (Instant::now(), 0);
     while began.elapsed() < START {
         let status = keeper.status();
-        assert_eq!(status["state"], "running", "{status}");
-        assert!(status["rejuvenating_since"].is_string(), "{status}");
-        assert_eq!(status["qemu"], before["qemu"], "the guest is in the QEMU that it had");
+        assert!(status.state == MachineState::Running && status.rejuvenating_since.is_some(), "{status:?}");
+        assert_eq!(status.qemu, before.qemu, "the guest is in the QEMU that it had");
         asked += 1;
     }
     assert!(asked > 5, "{asked} answers in {START:?}");
     bed.hand.release("go");
     let after = has_one_qemu(&bed, &mut keeper);
-    assert_eq!(after["last_rejuvenation"]["failure"], Value::Null, "{after}");
-    assert_ne!(after["qemu"]["pid"], before["qemu"]["pid"]);
-    assert_eq!(after["incarnation"], before["incarnation"]);
-    assert!(stall_ms(&after) < START.as_secs_f64() * 1e3, "the loop stood still for {} ms", stall_ms(&after));
+    assert!(after.last_rejuvenation.as_ref().is_some_and(|hop| hop.failure.is_none()), "{after:?}");
+    assert_ne!(after.qemu.as_ref().map(|qemu| qemu.pid), before.qemu.map(|qemu| qemu.pid));
+    assert_eq!(after.incarnation, before.incarnation);
+    must_not_have_stalled(&after);
 }
 
 #[test]
@@ -83,13 +84,12 @@ fn orders_during_hop_launch_are_refused() {
         ("/v1/disks/root/resize", "{}"),
     ];
     for (path, body) in requests {
-        let (number, said) = post(&keeper, path, body);
-        let why = said["message"].as_str().unwrap_or_default().to_owned();
-        assert!(number == 409 && why.ends_with("the guest is being moved to another QEMU"), "{path}: {number} {said}");
+        let why = refusal(post(&keeper, path, body));
+        assert!(why.ends_with("the guest is being moved to another QEMU"), "{path}: {why}");
     }
     bed.hand.release("go");
     let after = has_one_qemu(&bed, &mut keeper);
-    assert_eq!(after["last_rejuvenation"]["failure"], Value::Null, "{after}");
+    assert!(after.last_rejuvenation.as_ref().is_some_and(|hop| hop.failure.is_none()), "{after:?}");
 }
 
 /// Asserts that this, which ends the guest, gives the hop up, and that the next guest starts.
@@ -100,12 +100,12 @@ fn check_given_up(what: &str, end_guest: impl FnOnce(&Bed, &Keeper<'_>)) {
     begin_slow_hop(&bed, &keeper);
     end_guest(&bed, &keeper);
     // The new QEMU stays silent: it is killed.
-    let reboots = wait(patience(1), || keeper.status()["incarnation"] == 2);
-    assert!(reboots, "{what}: {}", keeper.status());
+    let reboots = wait(patience(1), || keeper.status().incarnation == 2);
+    assert!(reboots, "{what}: {:?}", keeper.status());
     bed.hand.release("go");
     let after = has_one_qemu(&bed, &mut keeper);
-    let failure = after["last_rejuvenation"]["failure"].as_str().unwrap_or_default();
-    assert!(failure.starts_with("launch: "), "{what}: {after}");
+    let failure = after.last_rejuvenation.and_then(|hop| hop.failure);
+    assert!(failure.as_ref().is_some_and(|why| why.starts_with("launch: ")), "{what}: {failure:?}");
 }
 
 #[test]
@@ -134,16 +134,15 @@ fn status_is_answered_while_the_next_guest_starts() {
     let (began, mut asked) = (Instant::now(), 0);
     while began.elapsed() < START {
         let status = keeper.status();
-        assert_eq!((&status["state"], &status["qemu"]), (&"recovering".into(), &Value::Null), "{status}");
+        assert!(status.state == MachineState::Recovering && status.qemu.is_none(), "{status:?}");
         asked += 1;
     }
     assert!(asked > 5, "{asked} answers in {START:?}");
-    let (number, said) = post(&keeper, "/v1/reboot", "{}");
-    assert!(number == 409 && said["message"] == "cannot reboot: the machine is recovering", "{number} {said}");
+    assert_eq!(refusal(post(&keeper, "/v1/reboot", "{}")), "cannot reboot: the machine is recovering");
     bed.hand.release("go");
     let after = has_one_qemu(&bed, &mut keeper);
-    assert_eq!(after["incarnation"], 2, "{after}");
-    assert!(stall_ms(&after) < START.as_secs_f64() * 1e3, "the loop stood still for {} ms", stall_ms(&after));
+    assert_eq!(after.incarnation, 2, "{after:?}");
+    must_not_have_stalled(&after);
 }
 
 #[test]
@@ -168,5 +167,5 @@ fn a_launch_that_fails_is_tried_again() {
     kill(bed.hand.held().expect("it is held"));
     bed.hand.release("go");
     let after = has_one_qemu(&bed, &mut keeper);
-    assert_eq!(after["incarnation"], 2, "{after}");
+    assert_eq!(after.incarnation, 2, "{after:?}");
 }

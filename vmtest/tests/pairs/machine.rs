@@ -9,9 +9,9 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use hearth_vmtest::{artifacts, patience, processes};
+use hearth_api::{ApiError, MachineState, MachineStatus};
+use hearth_vmtest::{Api, artifacts, patience, processes};
 use rustix::process::Pid;
-use serde_json::Value;
 use tempfile::TempDir;
 
 /// Name of the machine, and of a machine restored from its snapshot.
@@ -173,68 +173,68 @@ impl Keeper<'_> {
         self.bed.log().get(self.said_before as usize..).unwrap_or_default().to_owned()
     }
 
-    /// Body of `GET /v1/status`.
-    pub fn status(&self) -> Value {
-        let (number, status) = self.api().ask("GET", "/v1/status", "").expect("the keeper lives");
-        assert_eq!(number, 200, "{status}");
-        status
+    pub fn status(&self) -> MachineStatus {
+        self.api().status().expect("the keeper lives")
+    }
+
+    /// Pid of the QEMU that the status shows.
+    pub fn qemu(&self) -> Option<u32> {
+        self.status().qemu.map(|qemu| qemu.pid)
+    }
+
+    /// Whether a keeper answers, if only with an error.
+    pub fn answers(&self) -> bool {
+        self.api().ask("GET", "/v1/status", "").is_ok()
     }
 
     pub fn api(&self) -> Api {
-        Api(hearth_vmtest::Api::new(self.bed.runtime_of(self.name).join("api.sock")))
+        Api::new(self.bed.runtime_of(self.name).join("api.sock"))
     }
 
     /// Waits until the keeper has ended (None), or its machine has been at rest for this long. Returns the last status.
     /// Another keeper's answers do not count: this one may be slow to start, and find the machine free later.
-    pub fn settled(&mut self, rest: Duration) -> Result<Option<Value>, String> {
-        let (deadline, mut since, mut last) = (Instant::now() + patience(2), Instant::now(), Value::Null);
+    pub fn settled(&mut self, rest: Duration) -> Result<Option<MachineStatus>, String> {
+        let (deadline, mut since) = (Instant::now() + patience(2), Instant::now());
+        let mut last: Option<MachineStatus> = None;
         while Instant::now() < deadline {
             if self.ended().is_some() {
                 return Ok(None);
             }
-            let asked = self.api().ask("GET", "/v1/status", "");
-            let is_its_own = |(number, status): &(u16, Value)| *number == 200 && status["keeper"]["pid"] == self.pid();
-            let status = asked.filter(is_its_own).map_or(Value::Null, |(_, status)| status);
-            let is_the_same = ["incarnation", "qemu", "state"].iter().all(|key| status[key] == last[key]);
-            if !is_at_rest(&status) || !is_the_same {
+            let status = self.api().status().filter(|status| status.keeper.pid == self.pid());
+            let machine = |status: &MachineStatus| (status.incarnation, status.qemu.clone(), status.state);
+            let is_at_rest = status.as_ref().is_some_and(is_at_rest);
+            if !is_at_rest || status.as_ref().map(machine) != last.as_ref().map(machine) {
                 since = Instant::now();
             }
             last = status;
-            if since.elapsed() >= rest && is_at_rest(&last) {
-                return Ok(Some(last));
+            if since.elapsed() >= rest && is_at_rest {
+                return Ok(last);
             }
             std::thread::sleep(ASK_EVERY);
         }
-        let told = ["state", "why", "incarnation", "qemu", "save", "dumps"].map(|key| format!("{key} {}", last[key]));
-        Err(format!("does not come to rest: {}", told.join(", ")))
+        Err(format!("does not come to rest: {last:?}"))
     }
 }
 
-fn is_at_rest(status: &Value) -> bool {
-    let over = |dump: &Value| ["complete", "incomplete"].iter().any(|state| dump["state"] == *state);
-    (status["state"] == "running" || status["state"] == "paused")
-        && status["save"].is_null()
-        && status["parking_since"].is_null()
-        && status["rejuvenating_since"].is_null()
-        && status["dumps"].as_array().is_none_or(|dumps| dumps.iter().all(over))
-        && status["disks"].as_array().is_some_and(|disks| disks.iter().all(|disk| disk["connected"] == true))
+fn is_at_rest(status: &MachineStatus) -> bool {
+    matches!(status.state, MachineState::Running | MachineState::Paused)
+        && status.save.is_none()
+        && status.parking_since.is_none()
+        && status.rejuvenating_since.is_none()
+        && status.dumps.iter().all(|dump| dump.state.is_over())
+        && status.disks.iter().all(|disk| disk.connected)
+}
+
+/// Why the machine's state does not allow a request: the message of its answer.
+#[track_caller]
+pub fn refusal((number, body): (u16, String)) -> String {
+    assert_eq!(number, 409, "{body}");
+    serde_json::from_str::<ApiError>(&body).expect("an error").message
 }
 
 impl Drop for Keeper<'_> {
     fn drop(&mut self) {
         self.kill();
-    }
-}
-
-/// A keeper's API.
-#[derive(Clone)]
-pub struct Api(hearth_vmtest::Api);
-
-impl Api {
-    /// Status code and body of the answer. None if no keeper answers.
-    pub fn ask(&self, method: &str, path: &str, body: &str) -> Option<(u16, Value)> {
-        let (number, body) = self.0.ask(method, path, body).ok()?;
-        Some((number, serde_json::from_str(&body).unwrap_or_default()))
     }
 }
 
