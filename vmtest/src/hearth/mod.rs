@@ -6,7 +6,6 @@ mod events;
 mod files;
 mod parked;
 mod saved;
-mod untyped;
 
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
