@@ -7,20 +7,15 @@ use hearth_disk::{arrival, nvram};
 use hearth_memory::fresh_file;
 use hearth_recovery::snapshot::disk_objects;
 
-use crate::config::Config;
+use crate::config::{Config, DevicesConfig};
 use crate::folders::{disk_socket, disk_tables, restored_disk};
 use crate::problem::Problem;
 
 pub fn check(config: &Config, problems: &mut Vec<Problem>) {
-    let disks = config.devices.disks.iter().map(|disk| &disk.name);
-    let nvram = config
-        .devices
-        .nvram
-        .iter()
-        .map(|device| &device.name)
-        .chain(config.devices.pmem.iter().map(|device| &device.name));
+    let DevicesConfig { disks, nvram, pmem, .. } = &config.devices;
+    let nvram = nvram.iter().map(|device| &device.name).chain(pmem.iter().map(|device| &device.name));
     let mut owners: HashMap<PathBuf, &String> = HashMap::new();
-    for name in disks.chain(nvram) {
+    for name in disks.iter().map(|disk| &disk.name).chain(nvram) {
         let taken = files(name).into_iter().find_map(|file| {
             let other = owners.insert(file.clone(), name)?;
             Some((other, file.file_name()?.to_string_lossy().into_owned()))

@@ -1,6 +1,6 @@
 //! Checks the length of socket paths and the user that QEMU runs as.
 
-use crate::config::{AUTO_USER, Config, NetBackend};
+use crate::config::{AUTO_USER, Config, DevicesConfig, NetBackend};
 use crate::folders::own_user;
 use crate::problem::Problem;
 use crate::runtime_root::RuntimeRoot;
@@ -20,15 +20,10 @@ fn socket_paths(config: &Config) -> Option<Problem> {
     let mut names: Vec<String> =
         ["userfault", "qmp", "serial"].map(|kind| format!("{kind}-{GENERATION_DIGITS}.sock")).into();
     names.push("console.sock".to_owned());
-    let disks = config
-        .devices
-        .disks
-        .iter()
-        .map(|disk| &disk.name)
-        .chain(config.devices.nvram.iter().map(|device| &device.name));
+    let DevicesConfig { disks, nvram, nets, .. } = &config.devices;
+    let disks = disks.iter().map(|disk| &disk.name).chain(nvram.iter().map(|device| &device.name));
     names.extend(disks.map(|name| format!("disk-{name}.sock")));
-    let passt =
-        config.devices.nets.iter().enumerate().filter(|(_, net)| matches!(net.backend, NetBackend::Passt { .. }));
+    let passt = nets.iter().enumerate().filter(|(_, net)| matches!(net.backend, NetBackend::Passt { .. }));
     names.extend(passt.map(|(index, _)| format!("passt-{index}-{GENERATION_DIGITS}.sock")));
     let longest = names.into_iter().max_by_key(String::len)?;
     let bytes = config.folders.runtime.join(&longest).as_os_str().len();

@@ -214,8 +214,10 @@ impl Started {
         let launched = Binary::find(program).map_err(Failure::from).and_then(|binary| {
             version = Some(binary.version().to_string());
             must_have_machine_type(config, &binary)?;
-            let _lock = HopLock::to_start(root, control);
+            let starts = HopLock::to_start(root, control);
             let generation = plan.start_from(&binary, control)?;
+            // Whether a QEMU answers must not hold up the hops of other machines.
+            drop(starts);
             // Here, because the machine's loop does the rest.
             rejuvenation::prepare_both(old, &generation.qmp, PAUSE_PATIENCE)
                 .map_err(|source| Failure::of_hop(source, generation.process.last_words()))?;
