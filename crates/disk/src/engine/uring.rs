@@ -33,7 +33,8 @@ pub struct UringEngine {
     ring: IoUring,
     /// Still to be enabled by the thread that will use it.
     disabled: bool,
-    pool_is_registered: bool,
+    /// `None` until the thread that will use the ring pins the pool: it takes the kernel milliseconds.
+    pool_is_registered: Option<bool>,
     doorbell: Doorbell,
     pool: Arc<BufferPool>,
     target: Arc<Target>,
@@ -56,14 +57,11 @@ impl UringEngine {
         let doorbell = Doorbell::new()?;
         ring.submitter().register_files(&[target.fd()])?;
         ring.submitter().register_eventfd(doorbell.as_fd().as_raw_fd())?;
-        // SAFETY: the iovec spans the pool's mapping, which the engine keeps alive longer than the ring (field order,
-        // and `drop` waits for what is in flight).
-        let pool_is_registered = unsafe { ring.submitter().register_buffers(&pool.as_iovecs()) }.is_ok();
         let depth = depth as usize;
         Ok(Self {
             ring,
             disabled: mode == Mode::Deferred,
-            pool_is_registered,
+            pool_is_registered: None,
             doorbell,
             scratch: Arc::new(Scratch::new(&target)?),
             order: Order::new(depth, target.alignment),
@@ -75,9 +73,16 @@ impl UringEngine {
         })
     }
 
-    /// Whether the buffers are pinned once. If not (the locked-memory limit is below the pool's size), each request pins its own.
-    pub fn pool_is_registered(&self) -> bool {
-        self.pool_is_registered
+    /// Pins the buffers once, before the first request. If the limit of locked memory is below the pool's size, each request pins
+    /// its own.
+    fn register_pool(&mut self) {
+        // SAFETY: the iovec spans the pool's mapping, which the engine keeps alive longer than the ring (field order,
+        // and `drop` waits for what is in flight).
+        let registered = unsafe { self.ring.submitter().register_buffers(&self.pool.as_iovecs()) };
+        if let Err(error) = &registered {
+            tracing::info!(%error, "I/O buffers are not pinned, which costs each request time (raise the limit of locked memory)");
+        }
+        self.pool_is_registered = Some(registered.is_ok());
     }
 
     /// Brings every job that may start before the kernel (without telling it yet).
@@ -133,13 +138,13 @@ impl UringEngine {
 
     fn entry(&self, call: Call) -> squeue::Entry {
         match call {
-            Call::Read { memory, bytes, offset, pooled } if pooled && self.pool_is_registered => {
+            Call::Read { memory, bytes, offset, pooled } if pooled && self.pool_is_registered == Some(true) => {
                 opcode::ReadFixed::new(IMAGE, memory.as_ptr(), bytes, POOL).offset(offset).build()
             }
             Call::Read { memory, bytes, offset, .. } => {
                 opcode::Read::new(IMAGE, memory.as_ptr(), bytes).offset(offset).build()
             }
-            Call::Write { memory, bytes, offset, pooled } if pooled && self.pool_is_registered => {
+            Call::Write { memory, bytes, offset, pooled } if pooled && self.pool_is_registered == Some(true) => {
                 opcode::WriteFixed::new(IMAGE, memory.as_ptr(), bytes, POOL).offset(offset).build()
             }
             Call::Write { memory, bytes, offset, .. } => {
@@ -207,6 +212,9 @@ impl UringEngine {
 
 impl Engine for UringEngine {
     fn push(&mut self, submission: Submission) {
+        if self.pool_is_registered.is_none() {
+            self.register_pool();
+        }
         self.order.push(submission);
     }
 
@@ -332,7 +340,9 @@ impl UringEngine {
         depth: u32,
     ) -> io::Result<Self> {
         let mut engine = Self::over(mode.ring(depth)?, mode, target, pool, depth)?;
-        engine.pool_is_registered &= registered;
+        if !registered {
+            engine.pool_is_registered = Some(false);
+        }
         Ok(engine)
     }
 }

@@ -127,11 +127,7 @@ impl RawImage {
     fn unguarded_engine(&self, pool: Arc<BufferPool>, depth: u32) -> io::Result<Box<dyn Engine>> {
         match UringEngine::new(self.target.clone(), pool.clone(), depth) {
             Ok(engine) => {
-                let pinning = match engine.pool_is_registered() {
-                    true => "io_uring, buffers registered".into(),
-                    false => "io_uring, buffers not registered (raise the limit of locked memory)".into(),
-                };
-                let _ = self.engine.set(pinning);
+                let _ = self.engine.set("io_uring".into());
                 Ok(Box::new(engine))
             }
             Err(error) => {

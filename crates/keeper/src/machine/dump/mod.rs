@@ -202,6 +202,8 @@ impl Work<'_> {
             let file = incomplete_path(&self.task.file).display().to_string();
             self.event(EventKind::DumpIncomplete { file, why });
         }
+        // The loop waits for this thread after the last message, so the dead guest's memory is unmapped before it.
+        drop(self.task);
         (self.tell)(DumpMessage::Over);
     }
 

@@ -108,6 +108,22 @@ fn renamed_dump_counts_as_complete() {
     assert_eq!(run(false).0, DumpState::Waiting, "a file that somebody else put there");
 }
 
+/// The loop waits for the thread after its last message.
+#[test]
+fn last_message_comes_after_the_memory_is_unmapped() {
+    let dead = Dead::new();
+    let (task, progress) = dead.task();
+    let part_of_task = Arc::downgrade(&task.guest_waits);
+    let (hear, heard) = channel();
+    let tell = move |message| {
+        if let DumpMessage::Over = message {
+            hear.send(part_of_task.strong_count()).unwrap();
+        }
+    };
+    let Ok(_job) = Job::start(task, progress, tell) else { panic!("cannot start a thread") };
+    assert_eq!(heard.recv().unwrap(), 0);
+}
+
 #[test]
 fn discarded_dump_without_thread_releases_memory() {
     let dead = Dead::new();
