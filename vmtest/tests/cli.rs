@@ -171,7 +171,7 @@ fn check_events_come_once_in_order(vm: &TestVm) -> Result<()> {
 /// A second console shows recent and new output, and closing it does not affect the guest.
 fn check_console_is_shared(vm: &TestVm) -> Result<()> {
     let mut command = Command::new(artifacts::hearth()?);
-    command.args(["console", "web"]).env("HEARTH_RUNTIME_ROOT", vm.folder().join("run"));
+    command.args(["console", "web"]).env("HEARTH_RUNTIME_ROOT", vm.runtime_root());
     let mut console =
         command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("the binary that runs the machine");
     let mut out = console.stdout.take().expect("it is piped");
@@ -201,7 +201,7 @@ fn check_console_is_shared(vm: &TestVm) -> Result<()> {
 #[test]
 fn ctrl_bracket_leaves_the_console() -> Result<()> {
     let vm = TestVm::busybox("web").boot()?;
-    let (hearth, root) = (artifacts::hearth()?.display().to_string(), vm.folder().join("run").display().to_string());
+    let (hearth, root) = (artifacts::hearth()?.display().to_string(), vm.runtime_root().display().to_string());
     // `script` provides a terminal; the last command saves its modes for the comparison.
     let inner =
         format!("stty -g >before; HEARTH_RUNTIME_ROOT={root} {hearth} console web; echo code $?; stty -g >after");

@@ -22,19 +22,22 @@ pub struct Files {
     memory_folder: PathBuf,
     config: PathBuf,
     runtime_root: PathBuf,
+    has_own_root: bool,
 }
 
 impl Files {
-    /// Makes the folders. Without a `runtime_root` the machine gets one of its own.
+    /// Makes the folders. Without a `runtime_root` the machine gets one of its own, on a tmpfs as `/run` is: on ext4 each write of
+    /// the journal may wait for the disk.
     pub fn make(name: &str, runtime_root: Option<PathBuf>) -> Result<Self> {
         let make = |parent: &Path| {
             let made = tempfile::Builder::new().prefix(&format!("hearth-{name}-")).tempdir_in(parent);
             at("create a folder in", parent, made)
         };
         let (folder, memory) = (make(&std::env::temp_dir())?, make(Path::new("/dev/shm"))?);
-        let runtime_root = runtime_root.unwrap_or_else(|| folder.path().join("run"));
+        let has_own_root = runtime_root.is_none();
+        let runtime_root = runtime_root.unwrap_or_else(|| memory.path().join("run"));
         let (config, memory_folder) = (folder.path().join("machine.toml"), memory.path().join(name));
-        Self { config, folder, _memory: Some(memory), memory_folder, runtime_root }.with_root()
+        Self { config, folder, _memory: Some(memory), memory_folder, runtime_root, has_own_root }.with_root()
     }
 
     /// Makes the folders of a machine that `hearth restore` makes in one of them.
@@ -50,8 +53,8 @@ impl Files {
         let folder = at("create a folder in", &parent, made)?;
         let (config, memory_folder) =
             (folder.path().join("machine/machine.toml"), saved.memory_folder.with_file_name(name));
-        let runtime_root = folder.path().join("run");
-        Self { config, folder, _memory: None, memory_folder, runtime_root }.with_root()
+        let runtime_root = saved.memory_folder.with_file_name(format!("run-{name}"));
+        Self { config, folder, _memory: None, memory_folder, runtime_root, has_own_root: true }.with_root()
     }
 
     fn with_root(self) -> Result<Self> {
@@ -75,7 +78,7 @@ impl Files {
     }
 
     pub fn has_own_root(&self) -> bool {
-        self.runtime_root.starts_with(self.folder())
+        self.has_own_root
     }
 
     pub fn console_socket(&self, name: &str) -> PathBuf {
@@ -118,7 +121,8 @@ impl Files {
     }
 
     pub fn end_processes(&self) {
-        for folder in [self.folder(), self.memory_folder()] {
+        let own_root = self.has_own_root.then_some(&*self.runtime_root);
+        for folder in [self.folder(), self.memory_folder()].into_iter().chain(own_root) {
             processes::end_all(folder);
         }
     }

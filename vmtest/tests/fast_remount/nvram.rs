@@ -159,7 +159,7 @@ fn kills_during_writes_lose_no_flushed_data() -> Result<()> {
     for (policy, acknowledged) in POLICIES.into_iter().zip(promised) {
         check(&in_file(&memory_file(policy)), acknowledged, policy);
     }
-    for folder in [vm.memory_folder(), vm.folder().join("run").join(vm.name()).as_path()] {
+    for folder in [vm.memory_folder(), vm.runtime_root().join(vm.name()).as_path()] {
         std::fs::remove_dir_all(folder).expect("the machine's own folder");
     }
     check(&in_file(&mirror), promised[2], "the mirror");

@@ -28,7 +28,7 @@ fn check(vm: &TestVm, snapshot: &Path, step: Step, mode: &str, nonce: &str) -> R
     assert_eq!(ended.code(), None, "{what}: the keeper should have killed itself: {ended}");
     if matches!(step, Step::Make | Step::Note) {
         // As after a power cut: the runtime folder holds nothing that the restore needs.
-        let _ = fs::remove_file(clone.folder().join("run").join(clone.name()).join("journal.json"));
+        let _ = fs::remove_file(clone.runtime_root().join(clone.name()).join("journal.json"));
     }
     clone.restart_keeper()?;
     clone.wait_running()?;
@@ -95,7 +95,7 @@ fn guest_silent_to_its_next_keeper_boots_without_the_restore() -> Result<()> {
     clone.wait_running()?;
     clone.freeze_qemu()?;
     // Without its socket nobody waits a minute for QEMU.
-    let socket = clone.folder().join("run").join(clone.name()).join("qmp-1.sock");
+    let socket = clone.runtime_root().join(clone.name()).join("qmp-1.sock");
     fs::remove_file(socket).expect("QEMU listens there");
     clone.restart_keeper()?;
     let why = clone.wait_event("a power cut", event!(PowerCut { why } => why))?;

@@ -75,7 +75,7 @@ fn before() -> Result<()> {
         let ram = Path::new(MEMORY).join(vm.name()).join("ram-1");
         left.push(Left { name: vm.name().to_owned(), nonce, count, clock, ram_sum: sum(&ram), ram });
     }
-    let expected = Expected { runtime_root: first.folder().join("run"), machines: left };
+    let expected = Expected { runtime_root: first.runtime_root(), machines: left };
     fs::write(EXPECTED, serde_json::to_vec(&expected).unwrap()).unwrap();
     // `after` needs the machines' files.
     machines.into_iter().for_each(std::mem::forget);

@@ -257,7 +257,7 @@ fn machines_boot_with_reason_after_power_loss() -> Result<()> {
     let nonce = vm.nonce()?;
     vm.sh("echo kept | dd of=/dev/vda bs=512 seek=7 conv=notrunc,fsync,sync 2>&1")?;
     park(&vm)?;
-    let runtime_folder = vm.folder().join("run").join(vm.name());
+    let runtime_folder = vm.runtime_root().join(vm.name());
     empty(vm.memory_folder());
     empty(&runtime_folder);
     let said = resume(&vm)?;
@@ -417,7 +417,7 @@ fn guest_is_kept_when_keeper_dies_resuming() -> Result<()> {
 /// Starts `prepare` with its output going to `out`.
 fn start_prepare(vm: &TestVm, out: impl Into<Stdio>, options: &[&str]) -> Result<Child> {
     let mut command = Command::new(artifacts::hearth()?);
-    command.env("HEARTH_RUNTIME_ROOT", vm.folder().join("run")).args(["host-reload", "prepare", "--drill", "--record"]);
+    command.env("HEARTH_RUNTIME_ROOT", vm.runtime_root()).args(["host-reload", "prepare", "--drill", "--record"]);
     command.arg(vm.folder().join("record.json")).args(options).stdout(out).stderr(Stdio::piped());
     Ok(command.spawn().expect("hearth can be started"))
 }
