@@ -42,6 +42,8 @@ pub use config::page as config_page;
 pub use console::{Hub, Place};
 pub(crate) use error_text::chain;
 pub use event_log::{EventLog, read_file as read_events};
+pub use folders::own_user::claim as claim_user;
+pub use folders::prepare as prepare_folders;
 pub use host_reload::Record;
 pub use metrics::page as metrics_page;
 

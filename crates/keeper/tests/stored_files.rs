@@ -20,13 +20,14 @@ use hearth_disk::block::{BLOCK_BYTES, DiskId};
 use hearth_disk::boot_set::BootSet;
 use hearth_disk::image::ImageFile;
 use hearth_disk::nvram::{MirrorPolicy, Nvram, NvramOptions};
-use hearth_disk::tag::Tagger;
+use hearth_disk::tag::{TAG_KEY_BYTES, Tagger};
 use hearth_disk::warm::{AfterServing, RequestObserver, WarmSource};
-use hearth_keeper::{EventLog, Record, read_events};
+use hearth_keeper::{EventLog, Record, claim_user, prepare_folders, read_events};
 use hearth_recovery::fast_remount::saved;
 use hearth_recovery::images::{self, DiskNote, Notes};
-use hearth_recovery::journal::Journal;
+use hearth_recovery::journal::{DiskIdentity, Journal};
 use hearth_recovery::lazy_restore::{Mode, Order};
+use hearth_recovery::rejuvenation::parked::{self, PARKED_VERSION, Parked};
 use strace_faults::{Injection, Strace};
 
 /// System calls that write a file or give it its name.
@@ -38,6 +39,7 @@ const CALLS: &[&str] = &[
     "pwritev",
     "fsync",
     "fdatasync",
+    "syncfs",
     "ftruncate",
     "fallocate",
     "rename",
@@ -45,6 +47,8 @@ const CALLS: &[&str] = &[
     "renameat2",
     "unlink",
     "unlinkat",
+    "link",
+    "linkat",
     "mkdir",
 ];
 /// Calls that never fail here: even a full or broken disk lets files be removed.
@@ -191,7 +195,94 @@ const CASES: &[Case] = &[
         write: |folder| land(folder).is_ok(),
         content: arriving_content,
     },
+    Case {
+        name: "owner and tag key of a memory folder",
+        before: |_| (),
+        write: |folder| prepare_folders("web", &folder.join("run"), &folder.join("memory")).is_ok(),
+        content: |folder| match fs::read(folder.join("memory/tag.key")) {
+            Ok(key) => {
+                assert_eq!(key.len(), TAG_KEY_BYTES);
+                let owner = fs::read_to_string(folder.join("memory/owner")).unwrap();
+                assert_eq!(Path::new(&owner), fs::canonicalize(folder.join("run")).unwrap());
+                New
+            }
+            Err(_) => Old,
+        },
+    },
+    Case {
+        name: "note of a parked guest",
+        before: |_| (),
+        write: |folder| park(folder).is_ok(),
+        content: |folder| match parked::find(folder).unwrap() {
+            Some(note) => {
+                assert_eq!(note.state(folder).unwrap(), DEVICES);
+                New
+            }
+            None => Old,
+        },
+    },
+    Case {
+        name: "used note of a parked guest",
+        before: |folder| park(folder).unwrap(),
+        // A note that was used up before an error is not there any more.
+        write: |folder| !parked::is_there(folder) || Parked::consume(folder).is_ok(),
+        content: |folder| match parked::find(folder).unwrap() {
+            Some(note) => {
+                assert_eq!(note.state(folder).unwrap(), DEVICES);
+                Old
+            }
+            None => New,
+        },
+    },
+    Case {
+        name: "claim of a user",
+        before: |folder| {
+            fs::create_dir(folder.join("claims")).unwrap();
+            fs::create_dir(folder.join("run")).unwrap();
+        },
+        write: |folder| claim_user(&folder.join("claims"), &folder.join("run")).is_ok(),
+        content: |folder| {
+            let is_claim = |path: &&PathBuf| path.file_name().unwrap().as_encoded_bytes()[0].is_ascii_digit();
+            match names(&folder.join("claims")).iter().find(is_claim) {
+                Some(claim) => {
+                    let owner = fs::read_to_string(claim).unwrap();
+                    assert_eq!(Path::new(&owner), fs::canonicalize(folder.join("run")).unwrap());
+                    New
+                }
+                None => Old,
+            }
+        },
+    },
 ];
+
+/// State of a parked guest's devices.
+const DEVICES: &[u8] = b"state of devices";
+
+fn park(folder: &Path) -> Result<(), parked::ParkedError> {
+    let note = Parked {
+        version: PARKED_VERSION,
+        machine: "web".into(),
+        stopped_at: SystemTime::UNIX_EPOCH,
+        boot_id: "boot".into(),
+        qemu_version: "7.2.9".into(),
+        accelerator: "tcg".into(),
+        incarnation: 1,
+        generation: 1,
+        hardware: Vec::new(),
+        ram_bytes: 64 << 20,
+        ram_sum: "00".into(),
+        nvram: Vec::new(),
+        state: parked::write_state(folder, DEVICES)?,
+        vmgenid: None,
+        guest_agent: false,
+        started_with: None,
+        write_through: Vec::new(),
+        frozen: false,
+        disks: vec![DiskIdentity { name: "root".into(), path: "/a".into(), format: "raw".into(), read_only: false }],
+        images: Vec::new(),
+    };
+    note.commit(folder)
+}
 
 fn unit(number: u64) -> Vec<u8> {
     vec![number as u8 + 1; UNIT_BYTES as usize]

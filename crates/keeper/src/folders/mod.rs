@@ -180,6 +180,12 @@ impl Folders {
     }
 }
 
+/// Makes a machine's folders and what a keeper stores there before it starts a guest.
+pub fn prepare(name: &str, runtime: &Path, memory: &Path) -> io::Result<()> {
+    let folders = Folders::prepare(name, runtime, memory).map_err(io::Error::other)?;
+    folders.tagger().map(drop).map_err(io::Error::other)
+}
+
 /// Creates a folder that only this machine uses.
 fn make_private(folder: &Path) -> Result<(), FolderError> {
     let unusable = |source| FolderError::Unusable { path: folder.to_owned(), source };

@@ -18,6 +18,8 @@ use crate::config::AUTO_USER;
 
 /// One folder for the host, whatever the runtime root is.
 const FOLDER: &str = "/run/hearth-users";
+/// A claim that is not complete: this, and the pid of its keeper.
+const DRAFT_PREFIX: &str = "new-";
 /// Free by systemd's table of users and groups (1879048192 to 2147352575), and above what SSSD and FreeIPA give out by default
 /// (up to 2000200000).
 const FIRST: u32 = 0x7800_0000;
@@ -50,12 +52,14 @@ fn covers_range(line: &str) -> bool {
     matches!(*numbers, [inside, _, count] if inside <= FIRST.into() && inside + count >= u64::from(FIRST + COUNT))
 }
 
-fn claim(folder: &Path, runtime: &Path) -> io::Result<u32> {
+/// Claims a user of the range for the machine with this runtime folder, by a file in `folder`. Returns the user's number.
+pub fn claim(folder: &Path, runtime: &Path) -> io::Result<u32> {
     let runtime = resolved(runtime);
     match DirBuilder::new().mode(0o700).create(folder) {
         Err(error) if error.kind() != ErrorKind::AlreadyExists => return Err(error),
         _ => {}
     }
+    remove_dead_drafts(folder);
     for (path, owner) in claims(folder) {
         if owner == runtime
             && let Some(user) = path.file_name().and_then(|name| name.to_str()?.parse().ok())
@@ -68,18 +72,38 @@ fn claim(folder: &Path, runtime: &Path) -> io::Result<u32> {
         }
     }
     // The draft gets its final name when it is complete: nobody sees half a claim.
-    let draft = folder.join(format!("new-{}", std::process::id()));
-    let mut file = OpenOptions::new().create(true).truncate(true).write(true).mode(0o600).open(&draft)?;
-    file.write_all(runtime.as_os_str().as_bytes())?;
-    let claimed = candidates(&runtime).filter(|user| !is_known(*user)).find_map(|user| {
-        match fs::hard_link(&draft, folder.join(user.to_string())) {
+    let draft = folder.join(format!("{DRAFT_PREFIX}{}", std::process::id()));
+    let claimed = write_draft(&draft, &runtime).and_then(|()| name_draft(&draft, folder, &runtime));
+    // If it stays, the next claim removes it.
+    let _ = fs::remove_file(&draft);
+    claimed
+}
+
+fn write_draft(draft: &Path, runtime: &Path) -> io::Result<()> {
+    let mut file = OpenOptions::new().create(true).truncate(true).write(true).mode(0o600).open(draft)?;
+    file.write_all(runtime.as_os_str().as_bytes())
+}
+
+/// Makes the draft the claim of the first free user. Returns the user's number.
+fn name_draft(draft: &Path, folder: &Path, runtime: &Path) -> io::Result<u32> {
+    let claimed = candidates(runtime).filter(|user| !is_known(*user)).find_map(|user| {
+        match fs::hard_link(draft, folder.join(user.to_string())) {
             Ok(()) => Some(Ok(user)),
             Err(error) if error.kind() == ErrorKind::AlreadyExists => None,
             Err(error) => Some(Err(error)),
         }
     });
-    fs::remove_file(&draft)?;
     claimed.unwrap_or_else(|| Err(io::Error::other("all users of this range are taken")))
+}
+
+/// Removes the drafts of keepers that were killed while they made a claim.
+fn remove_dead_drafts(folder: &Path) {
+    for path in fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path()) {
+        let pid = path.file_name().and_then(|name| name.to_str()?.strip_prefix(DRAFT_PREFIX)?.parse::<u32>().ok());
+        if pid.is_some_and(|pid| !Path::new(&format!("/proc/{pid}")).exists()) {
+            let _ = fs::remove_file(path);
+        }
+    }
 }
 
 fn release_in(folder: &Path, runtime: &Path) {
@@ -93,7 +117,8 @@ fn release_in(folder: &Path, runtime: &Path) {
 /// Each claim's path, with the runtime folder that it is for.
 fn claims(folder: &Path) -> Vec<(PathBuf, PathBuf)> {
     let entries = fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path());
-    let numbered = entries.filter(|path| path.file_name().is_some_and(|name| !name.as_bytes().starts_with(b"new-")));
+    let numbered = entries
+        .filter(|path| path.file_name().is_some_and(|name| !name.as_bytes().starts_with(DRAFT_PREFIX.as_bytes())));
     numbered.filter_map(|path| Some((path.clone(), memory_owner::read(&mut File::open(path).ok()?).ok()?))).collect()
 }
 
