@@ -38,6 +38,7 @@ mod fast_remount;
 mod host_reload;
 mod lazy_restore;
 mod list;
+mod log;
 mod machine;
 mod object_store;
 mod order;
@@ -451,7 +452,7 @@ struct Context<'a> {
 /// The whole program. `run` supervises a machine until it has stopped.
 pub fn main(run: fn(Start) -> ExitCode) -> ExitCode {
     let cli = Cli::parse();
-    log_to_stderr();
+    log::start();
     let mut out = io::stdout().lock();
     let done = match cli.verb {
         // The machine may run for years, so the lock on standard output is released.
@@ -486,15 +487,6 @@ pub fn main(run: fn(Start) -> ExitCode) -> ExitCode {
 
 fn root_of(given: Option<PathBuf>) -> RuntimeRoot {
     given.map_or_else(RuntimeRoot::for_this_user, RuntimeRoot::new)
-}
-
-/// Logs to standard error, one line per event for systemd's journal. HEARTH_LOG has the syntax of `tracing` filters.
-fn log_to_stderr() {
-    let filter = tracing_subscriber::EnvFilter::try_from_env("HEARTH_LOG")
-        .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new("info"));
-    let ansi = rustix::termios::isatty(io::stderr());
-    // Fails only if a log was set up before, as in tests.
-    let _ = tracing_subscriber::fmt().with_env_filter(filter).with_writer(io::stderr).with_ansi(ansi).try_init();
 }
 
 fn complain(error: &CliError) {
