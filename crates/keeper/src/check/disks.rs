@@ -10,17 +10,14 @@ use hearth_disk::image::{Format, Image, ImageError, ImageOptions};
 use super::{Life, Purpose};
 use crate::config::{Config, DiskConfig, DiskFormat};
 use crate::folders::lock_owner;
+use crate::machine::LOCK_PATIENCE;
 use crate::problem::Problem;
-
-/// The last writes of a killed keeper hold the lock until the storage completes them. Same as the machine's
-/// `LOCK_PATIENCE`.
-const RUN_PATIENCE: Duration = Duration::from_secs(30);
 
 pub fn check(config: &Config, life: Life, purpose: Purpose, problems: &mut Vec<Problem>) {
     shared_images(config, problems);
     // A living keeper keeps its images, so a second keeper is refused at once.
     let waits = purpose == Purpose::Run && life != Life::Kept;
-    let lock_patience = if waits { RUN_PATIENCE } else { Duration::ZERO };
+    let lock_patience = if waits { LOCK_PATIENCE } else { Duration::ZERO };
     let owner = lock_owner(&config.folders.runtime).map(|owner| owner.with_living_qemu(life == Life::Orphaned));
     for disk in &config.devices.disks {
         match Image::open(&ImageOptions { owner, ..options(disk, lock_patience) }) {

@@ -4,6 +4,7 @@ use std::fs::{self, File};
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
+use hearth_disk::image::{Format, Image, ImageOptions};
 use tempfile::TempDir;
 
 use super::*;
@@ -100,19 +101,34 @@ fn an_image_may_not_serve_two_disks() {
     );
 }
 
+/// Opens the image as another program that writes to it.
+fn hold(path: PathBuf) -> Image {
+    let (format, lock_patience) = (Format::Raw, Duration::ZERO);
+    let options = ImageOptions { path, format, read_only: false, direct: false, lock_patience, owner: None };
+    Image::open(&options).unwrap()
+}
+
+/// The last writes of a killed keeper may hold the lock for seconds.
+#[test]
+fn run_waits_for_the_lock_of_an_image() {
+    let fixture = fixture();
+    let holder = hold(fixture.path("root.img"));
+    std::thread::scope(|scope| {
+        let waiting = scope.spawn(|| fixture.problems(GOOD, Purpose::Run));
+        std::thread::sleep(Duration::from_millis(100));
+        assert!(!waiting.is_finished(), "{:?}", waiting.join());
+        drop(holder);
+        assert_eq!(waiting.join().unwrap(), [""; 0]);
+    });
+    let page = include_str!("../../../../docs/disk.md");
+    let promised = format!("the next keeper waits for that (up to {} s)", crate::machine::LOCK_PATIENCE.as_secs());
+    assert!(page.contains(&promised), "{promised}");
+}
+
 #[test]
 fn image_in_use_names_its_user() {
     let fixture = fixture();
-    let path = fixture.path("root.img");
-    let options = hearth_disk::image::ImageOptions {
-        path,
-        format: hearth_disk::image::Format::Raw,
-        read_only: false,
-        direct: false,
-        lock_patience: Duration::ZERO,
-        owner: None,
-    };
-    let holder = hearth_disk::image::Image::open(&options).unwrap();
+    let holder = hold(fixture.path("root.img"));
     let problems = fixture.problems(GOOD, Purpose::Check);
     assert_eq!(problems.len(), 1, "{problems:?}");
     assert!(problems[0].starts_with("error: disk disk0: disk image root.img is in use by "), "{problems:?}");

@@ -668,6 +668,20 @@ fn the_systemd_unit_uses_verbs_that_exist() {
     }
 }
 
+/// What may pass, and what ends one process of a machine, must not make systemd give up the others.
+#[test]
+fn the_systemd_unit_gives_up_only_a_wrong_file() {
+    let unit = include_str!("../../../../packaging/hearth@.service");
+    let all_of = |key: &str| {
+        let values = unit.lines().filter_map(|line| line.strip_prefix(key)?.strip_prefix('='));
+        values.flat_map(str::split_whitespace).collect::<Vec<_>>()
+    };
+    assert_eq!(all_of("RestartPreventExitStatus"), [(Exit::Wrong as u8).to_string()]);
+    assert_eq!((all_of("SuccessExitStatus"), all_of("RestartForceExitStatus")), (vec![], vec![]));
+    assert_eq!((all_of("Restart"), all_of("KillMode")), (vec!["on-failure"], vec!["process"]));
+    assert_eq!(all_of("OOMPolicy"), ["continue"]);
+}
+
 /// A start that systemd ends, or no longer tries, powers a parked guest off, or leaves it where it is.
 #[test]
 fn the_systemd_units_wait_for_parked_guests() {

@@ -29,7 +29,7 @@ const SMALL_FILE_BYTES: u64 = 64 << 20;
 const NVRAM_QUEUES: u16 = 1;
 /// How long to wait for an image's lock. A keeper that was just killed may have writes under way, and holds the lock
 /// until they end.
-const LOCK_PATIENCE: Duration = Duration::from_secs(30);
+pub const LOCK_PATIENCE: Duration = Duration::from_secs(30);
 
 /// What all QEMUs of one guest have in common.
 #[derive(Clone, Copy)]

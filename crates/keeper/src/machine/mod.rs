@@ -131,6 +131,7 @@ pub use error::MachineError;
 use fast_remount::FastRemount;
 use gate::GuestMemory;
 use generation::Generation;
+pub use launch::LOCK_PATIENCE;
 use lazy_restore::{LazyRestore, RestoreFailure};
 use locked_files::LockedFiles;
 use park::Parking;
