@@ -3,8 +3,8 @@
 //!
 //! `every`: all pairs, on a stand-in for QEMU (src/bin/fake-qemu.rs). `hostile`: that stand-in, taken over by its guest.
 //! `answers`: a keeper that answers while it waits for QEMU. `launches`: a QEMU that takes long to start. `hand_over`: what meets
-//! the moment in which one keeper follows another. `real`: a sample on real guests. `machine`: how the stand-in is held and
-//! watched.
+//! the moment in which one keeper follows another. `ports`: ports that two machines cannot share. `real`: a sample on real guests.
+//! `machine`: how the stand-in is held and watched.
 
 #[path = "pairs/answers.rs"]
 mod answers;
@@ -18,5 +18,7 @@ mod hostile;
 mod launches;
 #[path = "pairs/machine.rs"]
 mod machine;
+#[path = "pairs/ports.rs"]
+mod ports;
 #[path = "pairs/real.rs"]
 mod real;
