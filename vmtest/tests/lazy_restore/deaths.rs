@@ -133,11 +133,31 @@ fn keeper_stops_while_it_loads_all_memory() -> Result<()> {
         "{said}"
     );
     stand.server.set_wire(Wire::Whole);
+    another_machine_of_its_name_boots(&vm, &clone, &nonce)?;
     clone.restart_keeper()?;
     clone.wait_running()?;
     clone.await_console()?;
     assert_eq!(clone.nonce()?, nonce);
     verify(&clone)
+}
+
+/// After a cancelled restore another file of the machine's name is another machine: it boots from its own disk, and knows nothing
+/// of the snapshot.
+fn another_machine_of_its_name_boots(saved: &TestVm, cancelled: &TestVm, nonce: &str) -> Result<()> {
+    let [file, image] = ["another.toml", "another.img"].map(|name| cancelled.folder().join(name));
+    fs::write(&image, [b"its own disk\n".to_vec(), vec![0; 1 << 20]].concat()).expect("our own folder");
+    let text = fs::read_to_string(saved.config_file()).expect("the saved machine has one");
+    let mut another: toml::Table = text.parse().expect("it was a configuration");
+    another.insert("name".into(), cancelled.name().into());
+    another.insert("memory_folder".into(), cancelled.memory_folder().display().to_string().into());
+    let disk = [("name", "own"), ("path", &image.display().to_string())].map(|(key, value)| (key.into(), value.into()));
+    another.insert("disks".into(), vec![toml::Value::Table(disk.into_iter().collect())].into());
+    fs::write(&file, another.to_string()).expect("our own folder");
+    cancelled.run_configuration(&file)?;
+    cancelled.wait_boots(1)?;
+    assert_ne!(cancelled.nonce()?, nonce, "the guest of the snapshot");
+    assert_eq!(cancelled.sh("head -n 1 /dev/vda; ls /tmp")?.trim(), "its own disk", "it has memory of the snapshot");
+    cancelled.stop_at_once().map(drop)
 }
 
 #[test]
