@@ -5,7 +5,9 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use hearth_vmtest::images::File as DiskFile;
-use hearth_vmtest::{Disk, Drives, Mounted, Result, TestVm, event};
+use hearth_vmtest::{Disk, Drives, Mounted, Result, TestVm, artifacts, event, processes, write_program};
+
+use super::memory_files;
 
 /// Fills the file system.
 fn fill(folder: &Path) -> PathBuf {
@@ -64,4 +66,41 @@ fn full_runtime_folder_makes_a_reboot_wait() -> Result<()> {
     vm.sh(VERIFY)?;
     vm.has_no_disk_errors()?;
     vm.stop_at_once().map(drop)
+}
+
+/// The file system of the runtime folder is full before a machine's first start, and then while its first QEMU starts. Nothing of
+/// either start is left, and with space the next one works.
+#[test]
+fn first_start_in_a_full_runtime_folder_leaves_nothing() -> Result<()> {
+    let Some(runtime) = Mounted::tmpfs(4)? else { return Ok(()) };
+    let (own, folder) = (tempfile::tempdir().expect("a folder"), runtime.path().join("first"));
+    let (qemu, filled, fills) = (own.path().join("qemu"), runtime.path().join("filled"), own.path().join("fills"));
+    let program = artifacts::qemu()?.display().to_string();
+    let fill_all = format!("(unset LD_PRELOAD; cat /dev/zero >{} 2>/dev/null)", filled.display());
+    let of_guest = format!("case \"$*\" in *memory-backend-file*) [ -e {} ] && {fill_all};; esac", fills.display());
+    write_program(&qemu, &format!("#!/bin/sh\n{of_guest}\nexec {program} \"$@\"\n"));
+    let failed = |vm: &TestVm| -> Result<()> {
+        let ended = vm.wait_keeper_end()?;
+        let said = vm.keeper_log();
+        assert_eq!(ended.code(), Some(1), "{said}");
+        let last = said.lines().last().unwrap_or_default();
+        assert!(last.contains(&folder.display().to_string()) && last.contains("No space left on device"), "{last}");
+        assert!(processes::mentioning(vm.memory_folder()).is_empty(), "a QEMU without a keeper");
+        assert_eq!(memory_files(vm), [] as [&str; 0]);
+        Ok(())
+    };
+    let filler = fill(runtime.path());
+    let builder = TestVm::busybox("first").disk(Disk::empty(16)).setting("qemu", qemu.display().to_string());
+    let vm = builder.setting("runtime_folder", folder.display().to_string()).start()?;
+    failed(&vm)?;
+
+    fs::remove_file(&filler).expect("it is there");
+    fs::write(&fills, "").expect("our own folder");
+    vm.restart_keeper()?;
+    failed(&vm)?;
+    assert!(filled.exists(), "a QEMU was started");
+
+    fs::remove_file(&fills).and_then(|()| fs::remove_file(&filled)).expect("they are there");
+    vm.restart_keeper()?;
+    vm.wait_boots(1).map(drop)
 }
