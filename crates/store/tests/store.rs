@@ -1,10 +1,13 @@
 //! A real store behind an unreliable wire: the bytes sent come back, each block is fetched once, and errors name their
 //! reason.
 //!
-//! `houses`: what every provider must support. `web`: a web server, which is read-only.
+//! `houses`: what every provider must support. `lengths`: stores that announce false lengths. `web`: a web server, which
+//! is read-only.
 
 #[path = "store/houses.rs"]
 mod houses;
+#[path = "store/lengths.rs"]
+mod lengths;
 #[path = "store/web.rs"]
 mod web;
 
