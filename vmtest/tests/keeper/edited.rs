@@ -1,12 +1,15 @@
 //! Keys of machine.toml that change while no keeper lives. The guest keeps its configuration through everything that can be done
 //! with it, and the next one gets the changes.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, HashMap};
+use std::fs::File;
+use std::os::unix::fs::FileExt;
 use std::path::Path;
 
 use hearth_api::PendingUntil;
+use hearth_recovery::vmcore::VmcoreFile;
 use hearth_vmtest::artifacts::CPU_MODEL;
-use hearth_vmtest::{Disk, Drives, Random, Result, TestVm, event, known, patience};
+use hearth_vmtest::{Disk, Drives, Random, Result, TestVm, event, known, patience, pattern};
 use toml::{Table, Value};
 
 use super::take_over;
@@ -240,6 +243,48 @@ fn guest_keeps_its_configuration_after_an_edit() -> Result<()> {
 fn each_key_alone_waits_for_its_time() -> Result<()> {
     for (number, change) in NEXT_GUEST.iter().chain(NEXT_START).enumerate() {
         keeps_its_configuration(&format!("edited-{number}"), &[change])?;
+    }
+    Ok(())
+}
+
+/// Page frames of a RAM file from `bytes` on that hold pages of the known pattern, and the contents of each. Below 2 GiB a
+/// guest-physical address is an offset in the file.
+fn known_pages_above(ram: &Path, bytes: u64, mib: usize) -> HashMap<u64, Vec<u8>> {
+    let pattern = pattern::bytes("memory", mib << 20, known::SEED);
+    let by_first_word: HashMap<_, _> = pattern.chunks_exact(4096).map(|page| (&page[..8], page)).collect();
+    let (ram, mut step, mut found) = (File::open(ram).expect("the guest lives"), vec![0; 1 << 20], HashMap::new());
+    let length = ram.metadata().expect("it is open").len();
+    for at in (bytes..length).step_by(step.len()) {
+        ram.read_exact_at(&mut step, at).expect("RAM is a multiple of 1 MiB");
+        for (number, page) in step.chunks_exact(4096).enumerate() {
+            if by_first_word.get(&page[..8]) == Some(&page) {
+                found.insert(at / 4096 + number as u64, page.to_vec());
+            }
+        }
+    }
+    found
+}
+
+/// The dead guest had more memory than the file says, and than the next guest gets while its memory is dumped.
+#[test]
+fn dump_has_memory_above_an_edited_size() -> Result<()> {
+    const KNOWN_MIB: usize = 96;
+    const EDITED_MIB: u64 = 128;
+    let vm = TestVm::busybox("shrunk").disk(Disk::empty(16)).dumps().crash_setting("level", 1).running()?;
+    known::fill(&vm, KNOWN_MIB as u64)?;
+    vm.kill_keeper()?;
+    vm.edit(|file| put(file, "memory", format!("{EDITED_MIB}MiB")))?;
+    take_over(&vm)?;
+    assert_eq!(pending(&vm)?, [("memory".to_owned(), PendingUntil::NextGuest)].into());
+    let above = known_pages_above(&vm.ram_file(1), EDITED_MIB << 20, KNOWN_MIB);
+    assert!(above.len() > 1000, "{} pages of the pattern", above.len());
+    vm.panic()?;
+    let dumped = vm.wait_event_within("the dump", patience(60), event!(DumpComplete { file, .. } => file))?;
+    let dump = VmcoreFile::open(Path::new(&dumped)).expect("the dump can be read");
+    for (pfn, known) in above {
+        let mut page = [0; 4096];
+        dump.read_page(pfn, &mut page).unwrap_or_else(|error| panic!("page frame {pfn:#x}: {error}"));
+        assert!(page == known[..], "page frame {pfn:#x} differs");
     }
     Ok(())
 }
