@@ -254,7 +254,8 @@ fn tag_key(path: &Path) -> io::Result<[u8; TAG_KEY_BYTES]> {
         Err(error) => return Err(error),
     }
     key = random::bytes();
-    replace_file(path, Durability::Process, |file| file.write_all(&key))?;
+    // On a disk, a key cut short would fail every later start, and one of zeroes would not be secret.
+    replace_file(path, Durability::PowerCut, |file| file.write_all(&key))?;
     Ok(key)
 }
 
