@@ -491,6 +491,15 @@ impl TestVm {
         self.files.runtime_root()
     }
 
+    /// Files in the runtime folder, sorted; without the logs of QEMUs, which stay.
+    pub fn runtime_files(&self) -> Vec<String> {
+        let entries = std::fs::read_dir(self.runtime_root().join(&self.name)).into_iter().flatten();
+        let names = entries.map(|entry| entry.expect("an entry").file_name().to_string_lossy().into_owned());
+        let mut names: Vec<_> = names.filter(|name| !(name.starts_with("qemu-") && name.ends_with(".log"))).collect();
+        names.sort();
+        names
+    }
+
     /// The RAM file of incarnation `number`.
     pub fn ram_file(&self, number: u64) -> PathBuf {
         self.memory_folder().join(format!("ram-{number}"))

@@ -48,6 +48,7 @@ fn refused_start_is_retried_after_a_first_guest() -> Result<()> {
     assert!(vm.keeper_log().contains("its last message: no luck today"), "{}", vm.keeper_log());
     assert!(processes::mentioning(vm.memory_folder()).is_empty(), "a QEMU without a keeper");
     assert_eq!(memory_files(&vm), [] as [&str; 0]);
+    assert_eq!(vm.runtime_files(), ["events.jsonl", "journal.json", "keeper.lock", "preload.so"]);
 
     relent();
     vm.restart_keeper()?;

@@ -6,7 +6,7 @@ use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use hearth_vmtest::{Disk, Drives, Result, TestVm};
+use hearth_vmtest::{Disk, Drives, Result, TestVm, artifacts, write_program};
 
 use super::take_over;
 
@@ -22,6 +22,13 @@ fn user_of(vm: &TestVm) -> Result<u32> {
     let all = [&users[..], &ids("Gid:"), &ids("Groups:")].concat();
     assert!(all.len() == 9 && all.iter().all(|id| *id == users[0]), "QEMU has one user and one group: {status:?}");
     Ok(users[0])
+}
+
+/// The users that machines have claimed on this host, each with the runtime folder of its machine.
+fn claims() -> Vec<(String, String)> {
+    let claims = fs::read_dir("/run/hearth-users").into_iter().flatten().flatten();
+    let claims = claims.filter_map(|claim| Some((claim.path(), fs::read_to_string(claim.path()).ok()?)));
+    claims.map(|(path, owner)| (path.file_name().unwrap_or_default().to_string_lossy().into_owned(), owner)).collect()
 }
 
 /// Whether a process of this user can write to the path.
@@ -71,11 +78,31 @@ fn machines_have_users_of_their_own() -> Result<()> {
     one.wait_incarnation(2)?;
     assert_eq!(user_of(&one)?, first);
     assert!(one.stop_at_once()?.success());
-    let claims = fs::read_dir("/run/hearth-users").expect("a machine runs").flatten();
-    let users: Vec<_> = claims.map(|claim| claim.file_name().into_string().expect("a number")).collect();
+    let users: Vec<_> = claims().into_iter().map(|(user, _)| user).collect();
     assert!(users.contains(&second.to_string()) && !users.contains(&first.to_string()), "{users:?}");
     one.restart_keeper()?;
     one.wait_running()?;
     assert_eq!(user_of(&one)?, first);
+    Ok(())
+}
+
+#[test]
+fn failed_start_gives_its_user_back() -> Result<()> {
+    if !rustix::process::geteuid().is_root() {
+        eprintln!("skipped: only root can make QEMU become another user");
+        return Ok(());
+    }
+    let folder = tempfile::tempdir().expect("a folder");
+    let (qemu, program) = (folder.path().join("qemu"), artifacts::qemu()?.display().to_string());
+    let refusal = "echo no luck today >&2; exit 1";
+    let script = format!("#!/bin/sh\ncase \"$*\" in *memory-backend-file*) {refusal};; esac\nexec {program} \"$@\"\n");
+    write_program(&qemu, &script);
+    fs::set_permissions(folder.path(), Permissions::from_mode(0o711)).expect("our own folder");
+    let builder = TestVm::busybox("unlucky").memory_mib(128).setting("qemu_user", "auto");
+    let vm = builder.setting("qemu", qemu.display().to_string()).start()?;
+    assert_eq!(vm.wait_keeper_end()?.code(), Some(1), "{}", vm.keeper_log());
+    assert!(vm.keeper_log().contains("no luck today"), "{}", vm.keeper_log());
+    let root = vm.runtime_root().display().to_string();
+    assert_eq!(claims().into_iter().find(|(_, owner)| owner.starts_with(&root)), None);
     Ok(())
 }

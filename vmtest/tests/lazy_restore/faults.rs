@@ -113,6 +113,7 @@ fn damaged_restore_leaves_nothing_and_works_after_repair() -> Result<()> {
         clone.keeper_log()
     );
     assert!(processes::mentioning(clone.memory_folder()).is_empty(), "a QEMU without a keeper");
+    assert_eq!(clone.runtime_files(), ["events.jsonl", "journal.json", "keeper.lock", "preload.so"]);
     image.write_all_at(&whole, 0).expect("it can be written");
     clone.restart_keeper()?;
     clone.wait_running()?;

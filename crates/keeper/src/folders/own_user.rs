@@ -4,7 +4,7 @@
 //! holds the runtime folder; if that is another machine's, the next number
 //!
 //! The user is only a number; it needs no entry in a user database. A machine always gets the same number, unless
-//! another machine took it first. The claim lasts until the machine has stopped. A QEMU may leave files in /tmp; the
+//! another machine took it first. The claim lasts until the machine has stopped or failed. A QEMU may leave files in /tmp; the
 //! range is so large that another machine hardly ever gets that number again: 1 in 67 million.
 
 use std::fs::{self, DirBuilder, File, OpenOptions};
@@ -33,7 +33,7 @@ pub fn run_as(qemu_user: Option<&str>, runtime: &Path) -> io::Result<Option<Stri
     }
 }
 
-/// Releases the machine's user. Call it when the machine has stopped.
+/// Releases the machine's user. Call it when the machine has stopped or failed.
 pub fn release(runtime: &Path) {
     release_in(Path::new(FOLDER), runtime);
 }

@@ -1,13 +1,13 @@
 //! Leftovers: which files may be in a machine's runtime folder, and when each is removed.
 //!
 //! Whoever creates a file here removes it, unless it is killed. So the next keeper removes files that nobody needs, and
-//! so does each keeper whose machine stops. Files that do not match this list are left alone.
+//! so does each keeper whose machine stops or fails. Files that do not match this list are left alone.
 
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
-/// Files in the folder of a machine that has stopped. `*` stands for a number or a name.
+/// Files in the folder of a machine that has stopped or failed. `*` stands for a number or a name.
 pub const AT_REST: [&str; 8] = [
     "keeper.lock",
     "journal.json",

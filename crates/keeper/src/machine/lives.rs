@@ -265,7 +265,11 @@ impl Machine {
 
     /// Removes files that killed keepers and QEMUs left.
     pub(super) fn remove_leftovers(&self) {
-        let generation = self.state.guest().map(|life| life.generation.number);
+        self.remove_all_but(self.state.guest().map(|life| life.generation.number));
+    }
+
+    /// Removes files of QEMUs other than the one of this generation.
+    fn remove_all_but(&self, generation: Option<u32>) {
         // A guest that has just crashed may still be dumped.
         let dead = self.context.journal.dumps.iter().map(|note| note.incarnation);
         let dumps = dead.chain([self.context.journal.incarnation]).collect();
@@ -414,7 +418,10 @@ impl Machine {
             // Stop the servers first: a qcow2 image's server needs the log of its tables, which is in memory.
             self.disks.servers.drain(..).for_each(DiskServer::stop);
             self.warm_reboot.discard_memory(&self.context);
+            // The next QEMU of a parked guest is the same user as the last one.
+            own_user::release(&self.context.folders.runtime);
         }
+        self.remove_all_but(None);
     }
 }
 
