@@ -435,6 +435,8 @@ impl CliError {
             Self::NotRunning { .. } | Self::Orphaned { .. } | Self::Parked { .. } => Exit::NotRunning,
             Self::Configuration { .. } => Exit::Wrong,
             Self::Unready { .. } | Self::CannotTakeOver { .. } => Exit::Later,
+            // What the check refuses too, unless two keepers start at the same moment.
+            Self::Folder(FolderError::Running { .. } | FolderError::OthersMemory { .. }) => Exit::Later,
             // `hearth events web | head` is not a failure.
             Self::Output(error) if error.kind() == io::ErrorKind::BrokenPipe => Exit::Done,
             _ => Exit::Failed,

@@ -12,6 +12,7 @@ use tempfile::TempDir;
 use super::*;
 use crate::control::{Answer, Command, Control};
 use crate::event_log::EventLog;
+use crate::folders::Folders;
 use crate::http::{self, Server};
 use crate::sample;
 
@@ -621,6 +622,24 @@ fn exit_code_2_only_without_a_living_guest() {
         assert_eq!(exit("nonsense"), Exit::Later, "{machine}");
         assert_eq!(exit(named), if machine == "db2" { Exit::Later } else { Exit::Wrong }, "{machine}");
     }
+}
+
+/// Neither check sees the other's keeper when both start at the same moment; the lock decides.
+#[test]
+fn later_of_two_keepers_may_try_again() {
+    let (folder, memory) = (tempfile::tempdir().unwrap(), tempfile::tempdir_in("/dev/shm").unwrap());
+    let prepare = |name: &str| {
+        let runtime = folder.path().join(name);
+        Folders::prepare(name, &runtime, &memory.path().join("shared")).map_err(CliError::from)
+    };
+    let first = prepare("web").unwrap();
+    let second = prepare("web").unwrap_err();
+    assert!(second.to_string().contains("another keeper holds "), "{second}");
+    assert_eq!(second.exit(), Exit::Later);
+    let neighbour = prepare("db").unwrap_err();
+    assert!(neighbour.to_string().contains("belongs to another machine"), "{neighbour}");
+    assert_eq!(neighbour.exit(), Exit::Later);
+    drop(first);
 }
 
 #[test]
