@@ -26,6 +26,15 @@ impl Mounted {
         Self::mount(&["-o", "loop"], image)
     }
 
+    /// Mounts an ext4, as a disk that is no host memory. Without root and a loop device it prints a message and returns `None`.
+    pub fn ext4(mib: u64) -> Result<Option<Self>> {
+        let image = |folder: &Path| {
+            let image = folder.join("image");
+            images::ext4(&image, mib, &[]).map(|()| image)
+        };
+        Self::mount(&["-o", "loop"], image)
+    }
+
     /// Mounts a tmpfs of this size.
     pub fn tmpfs(mib: u64) -> Result<Option<Self>> {
         Self::mount(&["-t", "tmpfs", "-o", &format!("size={mib}m")], |_| Ok("tmpfs".into()))

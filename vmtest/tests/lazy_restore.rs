@@ -8,6 +8,7 @@
 //! - `freeze`: file systems are consistent on the snapshot's disks.
 //! - `identity`: a clone knows that it is one.
 //! - `faults`: damaged snapshots.
+//! - `memory_on_disk`: a memory folder that is not on a tmpfs.
 //! - `deaths`: keepers killed at each step.
 //! - `completion`: what is kept when all memory has arrived.
 //! - `object_store`: restores from an object store over an unreliable wire.
@@ -29,6 +30,8 @@ mod faults;
 mod freeze;
 #[path = "lazy_restore/identity.rs"]
 mod identity;
+#[path = "lazy_restore/memory_on_disk.rs"]
+mod memory_on_disk;
 #[path = "lazy_restore/object_store.rs"]
 mod object_store;
 #[path = "lazy_restore/restores.rs"]

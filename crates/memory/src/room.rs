@@ -4,8 +4,10 @@
 //! SIGBUS. tmpfs may also promise more than the host has. So both limits are checked before a machine starts, and a
 //! refusal names the limit and the remedy.
 
+use std::fmt;
 use std::fs::{self, File};
 use std::io;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use rustix::fs::{AtFlags, Mode, OFlags, StatFs, StatxAttributes, StatxFlags, open, statfs, statx};
@@ -13,6 +15,18 @@ use rustix::fs::{AtFlags, Mode, OFlags, StatFs, StatxAttributes, StatxFlags, ope
 const TMPFS_MAGIC: u64 = 0x0102_1994;
 const RAMFS_MAGIC: u64 = 0x8584_58f6;
 const HUGETLBFS_MAGIC: u64 = 0x9584_58f6;
+/// `f_type` of other file systems that hold folders of hosts, from linux/magic.h and the file systems' own headers.
+const NAMES: [(u64, &str); 9] = [
+    (0xef53, "ext4"),
+    (0x5846_5342, "xfs"),
+    (0x9123_683e, "btrfs"),
+    (0x2fc1_2fc1, "zfs"),
+    (0xf2f5_2010, "f2fs"),
+    (0x794c_7630, "overlayfs"),
+    (0x6969, "nfs"),
+    (0x6573_5546, "fuse"),
+    (0x0102_1997, "9p"),
+];
 
 /// Kind of a file system, by where it keeps its files.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -86,12 +100,32 @@ impl FileSystemKind {
         matches!(self, Self::Tmpfs | Self::Ramfs)
     }
 
+    /// Whether Linux reports page faults in mappings of its files to a userfaultfd. Registering others fails (EINVAL).
+    pub fn reports_faults(self) -> bool {
+        matches!(self, Self::Tmpfs | Self::Hugetlbfs { .. })
+    }
+
     /// Advice for a folder of this kind that is too small, on a host that has enough memory.
     pub fn remedy(self) -> &'static str {
         match self {
             Self::Tmpfs | Self::Ramfs => "enlarge that tmpfs (mount -o remount,size=...) or choose another folder",
             Self::Hugetlbfs { .. } => "reserve more huge pages (vm.nr_hugepages) or choose another folder",
             Self::Dax | Self::Other { .. } => "make room there or choose another folder",
+        }
+    }
+}
+
+impl fmt::Display for FileSystemKind {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Tmpfs => formatter.write_str("tmpfs"),
+            Self::Ramfs => formatter.write_str("ramfs"),
+            Self::Hugetlbfs { .. } => formatter.write_str("hugetlbfs"),
+            Self::Dax => formatter.write_str("a DAX file system"),
+            Self::Other { magic } => match NAMES.iter().find(|(known, _)| known == magic) {
+                Some((_, name)) => formatter.write_str(name),
+                None => write!(formatter, "a file system of type {magic:#x}"),
+            },
         }
     }
 }
@@ -180,8 +214,18 @@ fn line_of(meminfo: &str, name: &str) -> Option<u64> {
 /// DAX is a property of files, not of folders: so this makes an unnamed file and reads its attributes. A file system
 /// that cannot make one is unsuitable for RAM anyway.
 fn maps_files_directly(folder: &Path) -> bool {
+    nameless_file(folder).is_some_and(|nameless| maps_directly(&nameless))
+}
+
+/// Size of the pages of files in this folder: that of huge pages in a hugetlbfs, or in a tmpfs with `huge=`. None if no file
+/// can be made there.
+pub fn page_bytes(folder: &Path) -> Option<u64> {
+    Some(nameless_file(folder)?.metadata().ok()?.blksize())
+}
+
+fn nameless_file(folder: &Path) -> Option<File> {
     let flags = OFlags::TMPFILE | OFlags::WRONLY | OFlags::CLOEXEC;
-    open(folder, flags, Mode::RUSR | Mode::WUSR).is_ok_and(|nameless| maps_directly(&File::from(nameless)))
+    open(folder, flags, Mode::RUSR | Mode::WUSR).ok().map(File::from)
 }
 
 /// Whether mappings of this file bypass the page cache (DAX).
@@ -207,6 +251,15 @@ mod tests {
         // A sparse file uses no space; so RAM sizes must be added up, not read from the file system.
         RamFile::create(&folder.path().join("ram-1"), total * 2).unwrap();
         assert!(Room::of(folder.path()).unwrap().free_bytes.unwrap() > free / 2);
+    }
+
+    #[test]
+    fn file_systems_have_names() {
+        let name = |magic| FileSystemKind::Other { magic }.to_string();
+        assert_eq!([name(0xef53), name(0x5846_5342), name(0x17)], ["ext4", "xfs", "a file system of type 0x17"]);
+        assert_eq!(Room::of(Path::new("/dev/shm")).unwrap().kind.to_string(), "tmpfs");
+        assert_eq!(page_bytes(Path::new("/dev/shm")), Some(crate::PAGE_BYTES));
+        assert_eq!(page_bytes(Path::new("/proc")), None);
     }
 
     #[test]

@@ -6,7 +6,9 @@ use std::path::Path;
 use std::time::Duration;
 
 use hearth_disk::nvram::resident_bytes;
-use hearth_memory::room::{FileSystemKind, HostMemory, Needs, Room, RoomError, must_hold};
+use hearth_memory::PAGE_BYTES;
+use hearth_memory::room::{FileSystemKind, HostMemory, Needs, Room, RoomError, must_hold, page_bytes};
+use hearth_recovery::lazy_restore::{Mode, Order};
 use hearth_recovery::rejuvenation::parked;
 
 use super::Life;
@@ -25,6 +27,7 @@ pub fn check(config: &Config, root: &RuntimeRoot, life: Life, problems: &mut Vec
         return;
     }
     let folder = existing(&config.folders.memory);
+    problems.extend(restore_order(config).and_then(|mode| no_restore(config, mode)));
     let needs = needs(config);
     match must_hold(folder, needs) {
         Ok(room) => {
@@ -38,6 +41,35 @@ pub fn check(config: &Config, root: &RuntimeRoot, life: Life, problems: &mut Vec
             problems.push(Problem::error(subject, crate::chain(&error), ""));
         }
     }
+}
+
+/// How much memory the snapshot that the machine begins with is to load before the guest runs.
+fn restore_order(config: &Config) -> Option<Mode> {
+    // A start reports an unreadable order.
+    let order = Order::load(&config.file).ok().flatten()?;
+    let disks: Vec<&Path> = config.devices.disks.iter().map(|disk| disk.path.as_path()).collect();
+    order.void_for(&config.file, &disks).is_none().then_some(order.mode)
+}
+
+/// Why a snapshot cannot be restored into this folder in this mode. It is found before QEMU starts, and an eager restore does not
+/// replace it by itself: whoever asks for a second would get minutes.
+pub fn no_restore(config: &Config, mode: Mode) -> Option<Problem> {
+    let folder = existing(&config.folders.memory);
+    let kind = Room::of(folder).ok()?.kind;
+    let has_huge_pages = || page_bytes(folder).is_some_and(|bytes| bytes != PAGE_BYTES);
+    let on = match (mode, kind) {
+        (Mode::Eager, _) => return None,
+        (_, FileSystemKind::Tmpfs) if has_huge_pages() => "a tmpfs with huge pages".to_owned(),
+        (_, FileSystemKind::Tmpfs) => return None,
+        _ => kind.to_string(),
+    };
+    let message = format!(
+        "{} is on {on}, but memory can be loaded while the guest runs only on a tmpfs with ordinary pages",
+        config.folders.memory.display()
+    );
+    let hint = "choose a folder on one, such as /dev/shm, or use `hearth restore --eager`, which loads all memory before the \
+                guest runs";
+    Some(Problem::error("memory_folder", message, hint))
 }
 
 /// Each machine has a memory folder of its own.
@@ -75,6 +107,21 @@ pub(super) fn suitable(config: &Config, room: Room, problems: &mut Vec<Problem>)
             config.folders.memory.display()
         );
         problems.push(Problem::warning("memory_folder", message, "choose a folder on a tmpfs, such as /dev/shm"));
+    }
+    if !room.kind.reports_faults() {
+        let message = format!(
+            "{} is on {}, where Linux reports no page faults: snapshots can be restored there with --eager only, and a guest \
+             that starts beside a dump may exceed its budget",
+            config.folders.memory.display(),
+            room.kind
+        );
+        let hint = match room.kind {
+            FileSystemKind::Dax => {
+                "keep it if the guest is to survive a host reload; otherwise choose a folder on a tmpfs"
+            }
+            _ => "choose a folder on a tmpfs, such as /dev/shm",
+        };
+        problems.push(Problem::warning("memory_folder", message, hint));
     }
 }
 

@@ -6,6 +6,7 @@
 //! locks that the running machine itself holds are not checked.
 
 use hearth_qemu::Binary;
+use hearth_recovery::lazy_restore::Mode;
 
 use crate::config::Config;
 use crate::parked_guest::find_parked;
@@ -75,6 +76,11 @@ pub fn of_next_guest(last: &Config, next: &Config) -> Vec<Problem> {
     memory::check_growth(last, next, &mut problems);
     problems.retain(Problem::is_error);
     problems
+}
+
+/// Why a snapshot cannot be restored into this machine's memory folder in this mode.
+pub fn no_restore(config: &Config, mode: Mode) -> Option<Problem> {
+    memory::no_restore(config, mode)
 }
 
 /// A guest of this name that is parked, or runs without a keeper: the caller knows that no other keeper has the machine. It

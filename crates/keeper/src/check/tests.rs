@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use hearth_disk::image::{Format, Image, ImageOptions};
+use hearth_recovery::lazy_restore::{Mode, Order};
 use tempfile::TempDir;
 
 use super::*;
@@ -285,8 +286,41 @@ fn memory_on_a_disk_is_a_warning() {
     memory::suitable(&config, room(hearth_memory::room::FileSystemKind::Tmpfs), &mut problems);
     assert_eq!(problems, []);
     memory::suitable(&config, room(hearth_memory::room::FileSystemKind::Other { magic: 0xef53 }), &mut problems);
+    let problems: Vec<_> = problems.iter().map(ToString::to_string).collect();
     assert_eq!(
-        problems[0].to_string(),
-        "warning: memory_folder: /dev/shm/hearth-check-test/web is not in host memory, so the guest's RAM would be written to a disk; choose a folder on a tmpfs, such as /dev/shm"
+        problems,
+        [
+            "warning: memory_folder: /dev/shm/hearth-check-test/web is not in host memory, so the guest's RAM would be written to a disk; choose a folder on a tmpfs, such as /dev/shm",
+            "warning: memory_folder: /dev/shm/hearth-check-test/web is on ext4, where Linux reports no page faults: snapshots can be restored there with --eager only, and a guest that starts beside a dump may exceed its budget; choose a folder on a tmpfs, such as /dev/shm",
+        ]
     );
+    let mut problems = Vec::new();
+    memory::suitable(&config, room(hearth_memory::room::FileSystemKind::Dax), &mut problems);
+    assert_eq!(problems.len(), 1, "{problems:?}");
+    assert!(problems[0].hint.contains("host reload"), "{problems:?}");
+}
+
+/// /proc stands for any file system that is not a tmpfs.
+#[test]
+fn pending_restore_needs_a_tmpfs() {
+    let fixture = fixture();
+    let file = fixture.path("web.toml");
+    let order = |mode| {
+        let made = Order::new(&file, &fixture.path("snapshot"), "seal", mode, &[fixture.path("root.img")]);
+        made.unwrap().write().unwrap();
+    };
+    let on_disk = GOOD.replace("/dev/shm/hearth-check-test", "/proc/web");
+    let refusal = "error: memory_folder: /proc/web is on a file system of type 0x9fa0, but memory can be loaded while the guest runs only on a tmpfs with ordinary pages; choose a folder on one, such as /dev/shm, or use `hearth restore --eager`, which loads all memory before the guest runs";
+    let refused = |text: &str| fixture.problems(text, Purpose::Run).iter().any(|problem| problem == refusal);
+    assert!(!refused(&on_disk), "the machine boots");
+    for mode in [Mode::Lazy, Mode::WorkingSet] {
+        order(mode);
+        assert!(refused(&on_disk), "{:?}", fixture.problems(&on_disk, Purpose::Run));
+        fixture.check(GOOD, &[]);
+    }
+    order(Mode::Eager);
+    assert!(!refused(&on_disk));
+    order(Mode::Lazy);
+    fs::write(fixture.path("root.img"), vec![0; 2 << 20]).unwrap();
+    assert!(!refused(&on_disk), "the order is void, so the machine boots");
 }

@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use hearth_api::{PendingChange, PendingUntil};
+use hearth_recovery::lazy_restore::Mode;
 use serde_json::Value;
 
 use super::{CliError, Context, Exit};
@@ -63,6 +64,18 @@ pub fn for_new(file: &Path, root: &RuntimeRoot) -> Result<(InForce, Folders), Cl
     // Another keeper may have come and died during the check. It cannot while this one has the lock.
     must_be_free(&in_force.now.config)?;
     Ok((in_force, folders))
+}
+
+/// Refuses a machine to be made with this configuration `text` whose memory folder does not allow the restore.
+pub fn must_allow_restore(text: &str, file: &Path, mode: Mode, root: &RuntimeRoot) -> Result<(), CliError> {
+    let file = file.to_owned();
+    match Config::parse(text, &file, root) {
+        Ok(config) => match check::no_restore(&config, mode) {
+            Some(problem) => Err(CliError::Unready { file, problems: vec![problem] }),
+            None => Ok(()),
+        },
+        Err(problems) => Err(CliError::Configuration { file, problems }),
+    }
 }
 
 fn must_run(in_force: InForce, file: &Path, root: &RuntimeRoot) -> Result<(InForce, Folders), CliError> {

@@ -169,8 +169,16 @@ pub fn make_machine(
     root: &RuntimeRoot,
 ) -> Result<(InForce, Folders), CliError> {
     let folder = folder.to_owned();
+    let Draft { snapshot, typed, settings, trust } = draft;
+    let disks: Vec<PathBuf> = snapshot.manifest.disks.iter().map(|disk| restored_disk(&folder, &disk.name)).collect();
+    let file = folder.join("machine.toml");
+    let wrong = |problems| CliError::Configuration { file: file.clone(), problems };
+    let text = typed.for_restored(name, &disks).with_settings(&settings).map_err(wrong)?.to_text();
+    // Before anything is fetched or written.
+    configuration::must_allow_restore(&text, &file, order.mode, root)?;
     DirBuilder::new().mode(0o700).create(&folder).map_err(|source| CliError::File { path: folder.clone(), source })?;
-    let made = create_files(draft, name, &folder, order).and_then(|file| configuration::for_new(&file, root));
+    let made = create_files(snapshot, trust, &text, &file, order);
+    let made = made.and_then(|()| configuration::for_new(&file, root));
     // This command has just created the folder.
     made.inspect_err(|_| remove_machine(&folder))
 }
@@ -181,10 +189,16 @@ fn remove_machine(folder: &Path) {
     }
 }
 
-/// Creates disks, the order to start from the snapshot, and last `machine.toml`, so that whoever finds it finds the
-/// others.
-fn create_files(draft: Draft<'_>, name: &str, folder: &Path, order: &RestoreOrder) -> Result<PathBuf, CliError> {
-    let Draft { snapshot, typed, settings, trust } = draft;
+/// Creates disks, the order to start from the snapshot, and last the configuration `file` with this text, so that whoever
+/// finds it finds the others.
+fn create_files(
+    snapshot: &Snapshot,
+    trust: Trust,
+    text: &str,
+    file: &Path,
+    order: &RestoreOrder,
+) -> Result<(), CliError> {
+    let folder = file.parent().expect("it is in the machine's folder");
     let (mut disks, saved) = (Vec::new(), saved_disks(folder));
     if snapshot.is_far() && !snapshot.manifest.disks.is_empty() {
         let made = DirBuilder::new().mode(0o700).create(&saved);
@@ -205,19 +219,14 @@ fn create_files(draft: Draft<'_>, name: &str, folder: &Path, order: &RestoreOrde
         create(&path, &image, &disk.format)?;
         disks.push(path);
     }
-    let file = folder.join("machine.toml");
-    let typed = typed.for_restored(name, &disks).with_settings(&settings);
-    let typed = typed.map_err(|problems| CliError::Configuration { file: file.clone(), problems })?;
-    Order::new(&file, &order.snapshot, snapshot.seal(), order.mode, &disks)?.write()?;
-    let text = typed.to_text();
-    let written = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&file);
+    Order::new(file, &order.snapshot, snapshot.seal(), order.mode, &disks)?.write()?;
+    let written = OpenOptions::new().write(true).create_new(true).mode(0o600).open(file);
     let written = written.and_then(|mut file| {
         file.write_all(text.as_bytes())?;
         file.sync_all()
     });
     let written = written.and_then(|()| fs::File::open(folder)?.sync_all());
-    written.map_err(|source| CliError::File { path: file.clone(), source })?;
-    Ok(file)
+    written.map_err(|source| CliError::File { path: file.to_owned(), source })
 }
 
 #[derive(Debug, Serialize)]

@@ -10,7 +10,7 @@
 //! As with `admission`, the guest waits if the keeper dies: the next keeper fetches QEMU's copy of the descriptor, and
 //! the file itself shows which pages are there.
 //!
-//! Needs Linux 4.14 and a RAM file of ordinary pages: a huge page could only be brought whole.
+//! Needs Linux 4.14 and a RAM file on a tmpfs (see `admission`) of ordinary pages: a huge page could only be brought whole.
 
 use std::ops::Range;
 use std::os::fd::{AsFd, OwnedFd};

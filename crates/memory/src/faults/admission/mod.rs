@@ -15,7 +15,7 @@
 //! grows with the RAM. With huge pages, a unit is at least as large as a page of the file, so that no fault takes more
 //! than was granted. Holes punched into a granted unit are refilled without a fault: a grant is permanent.
 //!
-//! Needs Linux 4.14.
+//! Needs Linux 4.14, and a RAM file on a tmpfs or of huge pages: Linux reports no page faults of other files.
 
 mod queue;
 
@@ -95,7 +95,7 @@ pub enum AdmissionError {
     Maps { pid: u32, source: io::Error },
     #[error("{path}: QEMU (pid {pid}) must map the whole file exactly once, but has mapped {mapped} of {bytes} bytes")]
     Mapping { path: PathBuf, pid: u32, mapped: u64, bytes: u64 },
-    #[error("QEMU (pid {pid}): {what} its memory failed; is the kernel older than 4.14?")]
+    #[error("QEMU (pid {pid}): {what} its memory failed; this needs memory on a tmpfs, and Linux 4.14 or later")]
     Userfault { pid: u32, what: &'static str, source: io::Error },
     #[error(
         "{path}: has pages of {page_bytes} bytes, but memory can only be supplied in pages of {PAGE_BYTES} bytes; \
