@@ -45,7 +45,8 @@ fn check_names_each_problem_and_its_remedy() -> Result<()> {
     let folder = home.path().display();
     check_code(WRONG, || machine().setting("memroy", "1GiB"), "memroy (line ")?;
     check_code(WRONG, || machine().setting("memroy", "1GiB"), "did you mean memory?")?;
-    check(
+    check_code(
+        WRONG,
         || machine().setting("memory", "15TiB"),
         "too little host memory: 16200500 MiB are needed and the host has ",
     )?;

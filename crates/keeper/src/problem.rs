@@ -13,6 +13,9 @@ pub struct Problem {
     pub message: String,
     /// How to mend it.
     pub hint: String,
+    /// Whether it may pass while the configuration file stays as it is.
+    #[serde(skip)]
+    pub may_pass: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
@@ -25,8 +28,19 @@ pub enum Severity {
 }
 
 impl Problem {
+    /// An error that only an edit of the configuration file mends. Use `for_now` for all others.
+    ///
+    /// The processor model and the machine type are of this class, although QEMU knows them: what QEMU is installed does not
+    /// change while a service manager tries again every two seconds.
     pub fn error(subject: impl Into<String>, message: impl Into<String>, hint: impl Into<String>) -> Self {
-        Self { severity: Severity::Error, subject: subject.into(), message: message.into(), hint: hint.into() }
+        let (subject, message, hint) = (subject.into(), message.into(), hint.into());
+        Self { severity: Severity::Error, subject, message, hint, may_pass: false }
+    }
+
+    /// An error of the surroundings: it may pass, or somebody may mend it, while the file stays as it is. Examples: an image in
+    /// use, a missing file or program (its mount may come later), a port that is taken, too little memory.
+    pub fn for_now(subject: impl Into<String>, message: impl Into<String>, hint: impl Into<String>) -> Self {
+        Self { may_pass: true, ..Self::error(subject, message, hint) }
     }
 
     pub fn warning(subject: impl Into<String>, message: impl Into<String>, hint: impl Into<String>) -> Self {

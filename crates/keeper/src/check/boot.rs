@@ -61,28 +61,31 @@ pub fn check(boot: &Boot, problems: &mut Vec<Problem>) {
 
 /// Opens a regular file, or reports why that fails.
 fn file(how: &OpenOptions, subject: &str, path: &Path, hint: &str, problems: &mut Vec<Problem>) -> Option<File> {
-    let message = match how.open(path).and_then(|file| Ok((file.metadata()?.is_file(), file))) {
+    let problem = match how.open(path).and_then(|file| Ok((file.metadata()?.is_file(), file))) {
         Ok((true, file)) => return Some(file),
-        Ok((false, _)) => format!("{} is not a file", path.display()),
-        Err(error) if error.kind() == io::ErrorKind::NotFound => format!("{} does not exist", path.display()),
+        Ok((false, _)) => Problem::error(subject, format!("{} is not a file", path.display()), hint),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {
+            Problem::for_now(subject, format!("{} does not exist", path.display()), hint)
+        }
         Err(error) => {
             let hint = "change its owner or mode, or choose another file";
-            problems.push(Problem::error(subject, format!("{} cannot be opened: {error}", path.display()), hint));
-            return None;
+            Problem::for_now(subject, format!("{} cannot be opened: {error}", path.display()), hint)
         }
     };
-    problems.push(Problem::error(subject, message, hint));
+    problems.push(problem);
     None
 }
 
 fn no_kernel(file: File, path: &Path, hint: &str) -> Option<Problem> {
     let mut head = Vec::new();
-    let message = match file.take(HEAD_BYTES).read_to_end(&mut head) {
-        Ok(_) if is_kernel(&head) => return None,
-        Ok(_) => format!("{} is not an x86 kernel (bzImage, ELF or multiboot)", path.display()),
-        Err(error) => format!("{} cannot be read: {error}", path.display()),
-    };
-    Some(Problem::error("boot.kernel", message, hint))
+    let (subject, path) = ("boot.kernel", path.display());
+    match file.take(HEAD_BYTES).read_to_end(&mut head) {
+        Ok(_) if is_kernel(&head) => None,
+        Ok(_) => {
+            Some(Problem::error(subject, format!("{path} is not an x86 kernel (bzImage, ELF or multiboot)"), hint))
+        }
+        Err(error) => Some(Problem::for_now(subject, format!("{path} cannot be read: {error}"), hint)),
+    }
 }
 
 fn is_kernel(head: &[u8]) -> bool {

@@ -51,7 +51,13 @@ fn problem(disk: &DiskConfig, error: &ImageError) -> Problem {
         // The other errors include a hint.
         _ => "",
     };
-    Problem::error(format!("disk {}", disk.name), crate::chain(error), hint)
+    let make = match error {
+        ImageError::WrongKind { .. } | ImageError::FormatNotNamed { .. } | ImageError::NotQcow2 { .. } => {
+            Problem::error
+        }
+        _ => Problem::for_now,
+    };
+    make(format!("disk {}", disk.name), crate::chain(error), hint.to_owned())
 }
 
 /// Two disks on one image destroy each other's file systems. Images are compared by identity, because paths may differ.

@@ -38,7 +38,9 @@ pub fn check(config: &Config, root: &RuntimeRoot, life: Life, problems: &mut Vec
         Err(error) => {
             let of_host = matches!(error, RoomError::HostTooSmall { .. } | RoomError::MoreThanHost { .. });
             let subject = if of_host { "memory" } else { "memory_folder" };
-            problems.push(Problem::error(subject, crate::chain(&error), ""));
+            // Memory that the whole host does not have never becomes free.
+            let make = if let RoomError::MoreThanHost { .. } = error { Problem::error } else { Problem::for_now };
+            problems.push(make(subject, crate::chain(&error), ""));
         }
     }
 }
@@ -76,7 +78,7 @@ pub fn no_restore(config: &Config, mode: Mode) -> Option<Problem> {
 pub fn owner(config: &Config, problems: &mut Vec<Problem>) {
     if let Some(why) = memory_owner::look(&config.folders.runtime, &config.folders.memory) {
         let message = format!("{} belongs to another machine: {why}", config.folders.memory.display());
-        problems.push(Problem::error("memory_folder", message, memory_owner::HINT));
+        problems.push(Problem::for_now("memory_folder", message, memory_owner::HINT));
     }
 }
 
@@ -174,13 +176,13 @@ fn shared(config: &Config, room: &Room, needs: Needs, host: HostMemory, promised
     let lacking = promised.lack(needs.host_bytes(room.kind), host.available_bytes, of_host);
     if let Some(lacking) = lacking {
         let message = format!("too little host memory: {} {lacking}", config.name);
-        return Some(Problem::error("memory", message, "stop one of them or give this machine less memory"));
+        return Some(Problem::for_now("memory", message, "stop one of them or give this machine less memory"));
     }
     let lacking = promised.lack(needs.folder_bytes, room.free_bytes?, in_folder)?;
     let folder = config.folders.memory.display();
     let message = format!("too little space in {folder}: {} {lacking} in its file system", config.name);
     let hint = format!("{}; or stop one of them", room.kind.remedy());
-    Some(Problem::error("memory_folder", message, hint))
+    Some(Problem::for_now("memory_folder", message, hint))
 }
 
 impl Promised {

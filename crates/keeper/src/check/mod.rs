@@ -90,7 +90,7 @@ pub fn guest_in_the_way(config: &Config, root: &RuntimeRoot) -> Option<Problem> 
         Some(qemu) => format!("already has a guest, in a QEMU (pid {}) without a keeper", qemu.pid),
         None => format!("already has a guest, parked in {}", find_parked(config, root)?.0.display()),
     };
-    Some(Problem::error(&config.name, message, "continue it with `hearth run`, or choose another name (`--as`)"))
+    Some(Problem::for_now(&config.name, message, "continue it with `hearth run`, or choose another name (`--as`)"))
 }
 
 /// Problems of what only the next QEMU needs. They must not keep a running guest from its keeper, because its disks
@@ -108,7 +108,7 @@ fn running_already(name: &str, purpose: Purpose) -> Problem {
         Purpose::Check | Purpose::TakeOver => {
             Problem::warning(name, "is already running", "changes take effect at its next start")
         }
-        Purpose::Run => Problem::error(
+        Purpose::Run => Problem::for_now(
             name,
             "is already running",
             format!("see `hearth status {name}`; stop it with `hearth stop {name}`"),

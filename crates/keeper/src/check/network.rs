@@ -39,6 +39,7 @@ fn port(subject: &str, forward: &Forward) -> Option<Problem> {
     };
     let error = bound.err()?;
     let protocol = if forward.protocol == Protocol::Udp { "UDP" } else { "TCP" };
+    let make = if error.kind() == io::ErrorKind::PermissionDenied { Problem::error } else { Problem::for_now };
     let (message, hint) = match error.kind() {
         io::ErrorKind::AddrInUse => {
             ("is already in use".to_owned(), "choose another port, or stop the program that uses it (see `ss -lnp`)")
@@ -49,7 +50,7 @@ fn port(subject: &str, forward: &Forward) -> Option<Problem> {
         io::ErrorKind::PermissionDenied => ("needs root".to_owned(), "choose port 1024 or higher"),
         _ => (format!("cannot be used: {error}"), "choose another port"),
     };
-    Some(Problem::error(subject, format!("{protocol} port {address} {message}"), hint))
+    Some(make(subject, format!("{protocol} port {address} {message}"), hint))
 }
 
 fn tap(subject: &str, ifname: &str) -> Option<Problem> {
@@ -64,13 +65,13 @@ fn tap(subject: &str, ifname: &str) -> Option<Problem> {
         return None;
     }
     let hint = format!("create it: ip tuntap add {ifname} mode tap && ip link set {ifname} up");
-    Some(Problem::error(subject, format!("interface {ifname} does not exist"), hint))
+    Some(Problem::for_now(subject, format!("interface {ifname} does not exist"), hint))
 }
 
 fn passt(subject: &str) -> Option<Problem> {
     let found = std::env::var_os("PATH").is_some_and(|path| in_path(&path, "passt"));
     (!found).then(|| {
-        Problem::error(
+        Problem::for_now(
             subject,
             "passt is not installed",
             "install it (Debian: apt install passt), or use kind = \"user\"",

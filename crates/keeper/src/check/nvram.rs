@@ -1,5 +1,7 @@
 //! Checks that an NVRAM device's memory and mirror match it.
 
+use hearth_disk::nvram::NvramError;
+
 use super::Life;
 use crate::config::Config;
 use crate::problem::Problem;
@@ -12,7 +14,13 @@ pub fn check(config: &Config, life: Life, problems: &mut Vec<Problem>) {
     let disks = config.devices.nvram.iter().map(|device| device.options(folder));
     for options in disks.chain(config.devices.pmem.iter().map(|device| device.options(folder))) {
         if let Err(error) = options.check() {
-            problems.push(Problem::error("nvram", crate::chain(&error), ""));
+            let make = match error {
+                NvramError::OtherSize { .. } | NvramError::NoFile { .. } | NvramError::Unmirrored { .. } => {
+                    Problem::error
+                }
+                _ => Problem::for_now,
+            };
+            problems.push(make("nvram", crate::chain(&error), ""));
         }
     }
 }

@@ -15,8 +15,8 @@ pub fn check(config: &Config, purpose: Purpose, problems: &mut Vec<Problem>) -> 
         }
         Ok(binary)
     });
-    // This crate's errors include a hint.
-    found.inspect_err(|error| problems.push(Problem::error("qemu", crate::chain(error), ""))).ok()
+    // This crate's errors include a hint. QEMU may be on a mount that comes later, or be replaced by a newer one.
+    found.inspect_err(|error| problems.push(Problem::for_now("qemu", crate::chain(error), ""))).ok()
 }
 
 /// Whether QEMU supports the machine's type and processors.
@@ -59,7 +59,7 @@ fn kvm(guest: &GuestConfig, binary: &Binary) -> Option<Problem> {
         return None;
     }
     let error = accelerator::choose(binary, wanted, guest.cpu_model.as_deref()).err()?;
-    Some(Problem::error("accelerator", crate::chain(&error), ""))
+    Some(Problem::for_now("accelerator", crate::chain(&error), ""))
 }
 
 #[cfg(test)]

@@ -42,7 +42,7 @@ fn earlier_folder(config: &Config, root: &RuntimeRoot) -> Option<Problem> {
     let in_the_way = place != config.folders.runtime && place.exists() && !place.is_symlink();
     in_the_way.then(|| {
         let message = format!("{} already exists", place.display());
-        Problem::error(
+        Problem::for_now(
             "runtime_folder",
             message,
             "stop the machine if it runs there and remove the folder, or remove runtime_folder",
@@ -58,7 +58,7 @@ fn user(config: &Config, is_root: bool) -> Option<Problem> {
         }),
         (Some(user), true) if !is_known(user) => {
             let hint = format!("create it (useradd --system {user}), or set qemu_user = \"auto\"");
-            Some(Problem::error("qemu_user", format!("user {user} does not exist"), hint))
+            Some(Problem::for_now("qemu_user", format!("user {user} does not exist"), hint))
         }
         (Some(user), false) => {
             let user = if user == AUTO_USER { "another user" } else { user };

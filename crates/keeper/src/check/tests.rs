@@ -324,3 +324,47 @@ fn pending_restore_needs_a_tmpfs() {
     fs::write(fixture.path("root.img"), vec![0; 2 << 20]).unwrap();
     assert!(!refused(&on_disk), "the order is void, so the machine boots");
 }
+
+/// What passes by itself must be told from what only an edit mends, because a service manager tries only the former again.
+#[test]
+fn only_edits_mend_a_wrong_file() {
+    let fixture = fixture();
+    let may_pass = |text: &str, subject: &str| {
+        let problems = check(&fixture.config(text), &fixture.root, Purpose::Check);
+        let found = problems.iter().find(|problem| problem.is_error() && problem.subject == subject);
+        found.unwrap_or_else(|| panic!("no error about {subject}: {problems:?}")).may_pass
+    };
+    fs::write(fixture.path("text"), "text").unwrap();
+    fs::write(fixture.path("image.qcow2"), [&b"QFI\xfb"[..], &[0; 65536]].concat()).unwrap();
+    let second_disk = |name: &str, path: &str| format!("{GOOD}[[disks]]\nname = \"{name}\"\npath = \"{path}\"\n");
+    let set = |line: &str| format!("{line}\n{GOOD}");
+    let net = |line: &str| format!("{GOOD}[[nets]]\n{line}\n");
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let taken = format!("forward = [\"{}:80\"]", listener.local_addr().unwrap().port());
+    let wrong = [
+        (second_disk("data", "root.img"), "disk data"),
+        (second_disk("data", "image.qcow2"), "disk data"),
+        (second_disk("data", "/"), "disk data"),
+        (second_disk("disk0.index", "image.qcow2"), "disks"),
+        (GOOD.replace("vmlinuz", "text"), "boot.kernel"),
+        (GOOD.replace("\"vmlinuz\"", "\"/\""), "boot.kernel"),
+        (set("accelerator = \"tcg\"\ncpu_model = \"banana\""), "qemu"),
+        (set("accelerator = \"tcg\"\nmachine_type = \"pc-q35-99\""), "machine_type"),
+        (GOOD.replace("32MiB", "16TiB"), "memory"),
+        (net("kind = \"tap\"\nifname = \"a/b\""), "nets[0].ifname"),
+        (set(&format!("runtime_folder = \"/{}\"", "x".repeat(100))), "runtime_folder"),
+    ];
+    for (text, subject) in wrong {
+        assert!(!may_pass(&text, subject), "{subject} in:\n{text}");
+    }
+    let passing = [
+        (GOOD.replace("vmlinuz", "missing"), "boot.kernel"),
+        (GOOD.replace("root.img", "missing"), "disk disk0"),
+        (set("qemu = \"/nowhere/qemu\""), "qemu"),
+        (net(&taken), "nets[0].forward"),
+        (net("kind = \"tap\"\nifname = \"hearth-none0\""), "nets[0].ifname"),
+    ];
+    for (text, subject) in passing {
+        assert!(may_pass(&text, subject), "{subject} in:\n{text}");
+    }
+}

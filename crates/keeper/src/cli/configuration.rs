@@ -81,8 +81,13 @@ pub fn must_allow_restore(text: &str, file: &Path, mode: Mode, root: &RuntimeRoo
 fn must_run(in_force: InForce, file: &Path, root: &RuntimeRoot) -> Result<(InForce, Folders), CliError> {
     let config = &in_force.now.config;
     let (problems, qemu) = check::check_and_find_qemu(config, root, Purpose::Run);
-    if problems.iter().any(Problem::is_error) {
-        return Err(CliError::Unready { file: file.to_owned(), problems });
+    match (Exit::of(&problems), life::living_qemu(&config.folders.runtime)) {
+        (Exit::Done, _) => {}
+        // As in `wrong`: a service manager must not give up while the guest lives.
+        (Exit::Wrong, Some(qemu)) => {
+            return Err(CliError::CannotTakeOver { file: file.to_owned(), qemu_pid: qemu.pid, problems });
+        }
+        _ => return Err(CliError::Unready { file: file.to_owned(), problems }),
     }
     for problem in problems {
         tracing::warn!("{}: {}; {}", problem.subject, problem.message, problem.hint);
@@ -114,13 +119,13 @@ fn probable_name(file: &Path) -> String {
 }
 
 pub fn check(context: &mut Context<'_>, file: &Path) -> Result<Exit, CliError> {
-    let (problems, exit) = match Config::load(file, &context.root) {
+    let problems = match Config::load(file, &context.root) {
         Ok(mut config) => {
             config.guest.machine_type =
                 config.guest.machine_type.take().or_else(|| kept_machine_type(&config, &context.root));
-            (check::check(&config, &context.root, Purpose::Check), Exit::Later)
+            check::check(&config, &context.root, Purpose::Check)
         }
-        Err(problems) => (problems, Exit::Wrong),
+        Err(problems) => problems,
     };
     let errors = problems.iter().filter(|problem| problem.is_error()).count();
     if context.json {
@@ -131,7 +136,7 @@ pub fn check(context: &mut Context<'_>, file: &Path) -> Result<Exit, CliError> {
         }
         context.write_line(&verdict(file, errors, problems.len() - errors))?;
     }
-    Ok(if errors == 0 { Exit::Done } else { exit })
+    Ok(Exit::of(&problems))
 }
 
 /// Whether this program could take over the machine, as far as can be known beforehand.

@@ -69,8 +69,23 @@ pub enum Exit {
     Wrong = 2,
     /// The machine is not running.
     NotRunning = 3,
-    /// The configuration file is correct, but the host cannot run the machine now. sysexits.h calls this EX_TEMPFAIL.
+    /// Nothing in the configuration file has to change, but the host cannot run the machine now. sysexits.h calls this
+    /// EX_TEMPFAIL.
     Later = 75,
+}
+
+impl Exit {
+    /// For a machine with these problems. One that stays until the file is edited decides: trying again is no use.
+    fn of(problems: &[Problem]) -> Self {
+        let mut errors = problems.iter().filter(|problem| problem.is_error());
+        if errors.clone().any(|problem| !problem.may_pass) {
+            Self::Wrong
+        } else if errors.next().is_some() {
+            Self::Later
+        } else {
+            Self::Done
+        }
+    }
 }
 
 impl From<Exit> for ExitCode {
@@ -434,7 +449,8 @@ impl CliError {
         match self {
             Self::NotRunning { .. } | Self::Orphaned { .. } | Self::Parked { .. } => Exit::NotRunning,
             Self::Configuration { .. } => Exit::Wrong,
-            Self::Unready { .. } | Self::CannotTakeOver { .. } => Exit::Later,
+            Self::Unready { problems, .. } => Exit::of(problems),
+            Self::CannotTakeOver { .. } => Exit::Later,
             // What the check refuses too, unless two keepers start at the same moment.
             Self::Folder(FolderError::Running { .. } | FolderError::OthersMemory { .. }) => Exit::Later,
             // `hearth events web | head` is not a failure.

@@ -607,6 +607,15 @@ fn exit_code_2_only_without_a_living_guest() {
     let named = "name = \"db2\"\nmemroy = \"64MiB\"\n";
     assert_eq!(exit(named), Exit::Wrong);
     assert_eq!(exit("name = \"db2\"\nmemory = \"64MiB\"\n[boot]\nkernel = \"no-kernel\"\n"), Exit::Later);
+    let (memory, image) = (tempfile::tempdir_in("/dev/shm").unwrap(), fixture.folder.path().join("root.img"));
+    std::fs::write(&image, [0; 4096]).unwrap();
+    let shared_image = format!(
+        "name = \"db2\"\nmemory = \"64MiB\"\nmemory_folder = \"{}\"\n[[disks]]\nname = \"a\"\npath = \"{file}\"\n[[disks]]\n\
+         name = \"b\"\npath = \"{file}\"\n",
+        memory.path().display(),
+        file = image.display()
+    );
+    assert_eq!(exit(&shared_image), Exit::Wrong);
 
     // This process in the place of its QEMU.
     for machine in ["db", "db2"] {
@@ -620,7 +629,8 @@ fn exit_code_2_only_without_a_living_guest() {
         journal.save(&folder.join("journal.json")).unwrap();
         // Without a readable name, the file's own name counts.
         assert_eq!(exit("nonsense"), Exit::Later, "{machine}");
-        assert_eq!(exit(named), if machine == "db2" { Exit::Later } else { Exit::Wrong }, "{machine}");
+        let expect = if machine == "db2" { Exit::Later } else { Exit::Wrong };
+        assert_eq!((exit(named), exit(&shared_image)), (expect, expect), "{machine}");
     }
 }
 
