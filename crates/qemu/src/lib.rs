@@ -29,7 +29,7 @@ pub use binary::{Binary, BinaryError, VERSION_MIN, Version};
 pub use endpoint::Endpoint;
 pub use footprint::Footprint;
 pub use launch::Launch;
-pub use machine_type::{EARLIER_MACHINE_TYPE, Hardware, MachineType, MachineTypes};
+pub use machine_type::{EARLIER_MACHINE_TYPE, Hardware, MachineType, MachineTypes, is_versioned};
 pub use migration::Migration;
 pub use process::{Process, ProcessError, ProcessId, kill_stray, memory_of, processes_naming, runtime_folder_of};
 pub use qmp::{Qmp, QmpError, QmpEvent, TimedEvent};

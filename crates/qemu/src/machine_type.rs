@@ -56,6 +56,12 @@ impl MachineTypes {
     }
 }
 
+/// Whether this is the name of a q35 type with a version, which is the same machine in every QEMU that has it. Options may
+/// follow after a comma.
+pub fn is_versioned(machine_type: &str) -> bool {
+    machine_type.starts_with(VERSIONED)
+}
+
 fn version(name: &str) -> Vec<u32> {
     let numbers = name.trim_start_matches(VERSIONED).split('.').map(str::parse);
     numbers.collect::<Result<_, _>>().unwrap_or_default()

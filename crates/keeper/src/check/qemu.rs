@@ -1,6 +1,6 @@
 //! Checks that QEMU exists, is new enough, has the accelerator, and supports the machine's type and processors.
 
-use hearth_qemu::{Binary, BinaryError, Hardware, Wanted, accelerator};
+use hearth_qemu::{Binary, BinaryError, Hardware, Wanted, accelerator, is_versioned};
 
 use super::Purpose;
 use crate::config::{Config, GuestConfig};
@@ -9,8 +9,13 @@ use crate::problem::Problem;
 pub fn check(config: &Config, purpose: Purpose, problems: &mut Vec<Problem>) -> Option<Binary> {
     let found = Binary::find(config.qemu.program.as_deref()).and_then(|binary| {
         problems.extend(kvm(&config.guest, &binary));
-        // A start does not wait for these checks, because QEMU itself reports what it does not support.
-        if purpose != Purpose::Run {
+        if let Some(machine_type) = config.guest.machine_type.as_deref().filter(|one| !is_versioned(one)) {
+            let message =
+                format!("{machine_type} is not a versioned q35: each QEMU would give the guest devices of its own");
+            let hint = format!("set machine_type = \"{}\"", binary.newest_machine_type()?);
+            problems.push(Problem::error("machine_type", message, hint));
+        } else if purpose != Purpose::Run {
+            // A start does not wait for these checks, because QEMU itself reports what it does not support.
             hardware(&config.guest, &binary, problems)?;
         }
         Ok(binary)
@@ -149,7 +154,13 @@ mod tests {
             assert_eq!(found, expect);
         };
         check("pc-q35-10.2", &[]);
-        check("q35", &[]);
+        for unversioned in ["q35", "pc", "q35,dump-guest-core=off"] {
+            let refused = format!(
+                "error: machine_type: {unversioned} is not a versioned q35: each QEMU would give the guest devices of its own; \
+                 set machine_type = \"pc-q35-10.2\""
+            );
+            check(unversioned, &[&refused]);
+        }
         let deprecated = "warning: machine_type: pc-q35-7.2 is deprecated in QEMU 10.2.0 (PROGRAM); a later QEMU will not start the machine; set machine_type = \"pc-q35-10.2\": the next guest gets slightly newer devices";
         check("pc-q35-7.2", &[deprecated]);
         let unknown = "error: machine_type: QEMU 10.2.0 (PROGRAM) has no q35 machine type pc-q35-99; set machine_type = \
@@ -168,7 +179,9 @@ mod tests {
         check("cpu_model = \"banana\"", "unable to find CPU model 'banana'");
         check("cpu_model = \"max,+banana\"", ".banana' not found");
         check("cpu_model = \"host\"", "requires KVM");
-        check("machine_type = \"q35,banana=on\"", ".banana' not found");
-        check("machine_type = \"pc\"", "has no q35 machine type pc");
+        let newest = qemu.newest_machine_type().unwrap();
+        check(&format!("machine_type = \"{newest},banana=on\""), ".banana' not found");
+        check("machine_type = \"pc-i440fx-7.2\"", "pc-i440fx-7.2 is not a versioned q35");
+        check("machine_type = \"pc-q35-99\"", "has no q35 machine type pc-q35-99");
     }
 }

@@ -350,6 +350,7 @@ fn only_edits_mend_a_wrong_file() {
         (GOOD.replace("\"vmlinuz\"", "\"/\""), "boot.kernel"),
         (set("accelerator = \"tcg\"\ncpu_model = \"banana\""), "qemu"),
         (set("accelerator = \"tcg\"\nmachine_type = \"pc-q35-99\""), "machine_type"),
+        (set("machine_type = \"q35\""), "machine_type"),
         (GOOD.replace("32MiB", "16TiB"), "memory"),
         (net("kind = \"tap\"\nifname = \"a/b\""), "nets[0].ifname"),
         (set(&format!("runtime_folder = \"/{}\"", "x".repeat(100))), "runtime_folder"),

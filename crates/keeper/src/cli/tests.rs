@@ -607,6 +607,10 @@ fn exit_code_2_only_without_a_living_guest() {
     let named = "name = \"db2\"\nmemroy = \"64MiB\"\n";
     assert_eq!(exit(named), Exit::Wrong);
     assert_eq!(exit("name = \"db2\"\nmemory = \"64MiB\"\n[boot]\nkernel = \"no-kernel\"\n"), Exit::Later);
+    // An edit mends one of the problems, and the other one may pass.
+    let two_problems = "name = \"db2\"\nmemory = \"64MiB\"\nmachine_type = \"q35\"\n[boot]\nkernel = \"no-kernel\"\n";
+    assert_eq!(exit(two_problems), Exit::Wrong);
+    assert_eq!(fixture.run(&["check", file.to_str().unwrap()]).1.unwrap(), Exit::Wrong);
     let (memory, image) = (tempfile::tempdir_in("/dev/shm").unwrap(), fixture.folder.path().join("root.img"));
     std::fs::write(&image, [0; 4096]).unwrap();
     let shared_image = format!(
