@@ -268,7 +268,8 @@ fn unprivileged_qemu_reconnects_to_next_keeper() -> Result<()> {
     }
     let vm = TestVm::busybox("nobody").setting("qemu_user", "nobody").disk(Disk::empty(8)).boot()?;
     // The operator gives access to the parent of the runtime folder; the keeper to the folder itself.
-    std::fs::set_permissions(vm.folder(), std::fs::Permissions::from_mode(0o711)).expect("our own folder");
+    let parent = vm.runtime_root().parent().expect("the folder of all").to_owned();
+    std::fs::set_permissions(parent, std::fs::Permissions::from_mode(0o711)).expect("our own folder");
     let qemu = vm.qemu_pid()?.as_raw_nonzero();
     let status = std::fs::read_to_string(format!("/proc/{qemu}/status")).expect("QEMU runs");
     let ids = |key: &str| status.lines().find_map(|line| line.strip_prefix(key)).map(str::trim).map(str::to_owned);
@@ -281,7 +282,7 @@ fn unprivileged_qemu_reconnects_to_next_keeper() -> Result<()> {
     vm.sh("dd if=/dev/zero of=/dev/vda bs=1M count=4 conv=fsync")?;
     assert_eq!(vm.nonce()?, nonce);
     let mode = |path: &Path| std::fs::metadata(path).expect("it is there").permissions().mode() & 0o777;
-    let runtime = vm.folder().join("run/nobody");
+    let runtime = vm.runtime_root().join("nobody");
     assert_eq!(mode(&runtime), 0o710, "others of this host stay outside");
     for socket in ["api.sock", "console.sock", "disk-disk0.sock"] {
         assert_eq!(mode(&runtime.join(socket)), 0o600, "{socket}");
@@ -318,8 +319,8 @@ fn is_refused(socket: &Path) -> bool {
 #[test]
 fn foreign_processes_at_disk_sockets_are_refused() -> Result<()> {
     let vm = TestVm::busybox("strangers").disk(Disk::empty(8)).boot()?;
-    let socket = vm.folder().join("run/strangers/disk-disk0.sock");
-    assert!(is_refused(&socket));
+    let socket = vm.runtime_root().join("strangers/disk-disk0.sock");
+    assert!(socket.exists() && is_refused(&socket));
     let over = AtomicBool::new(false);
     std::thread::scope(|scope| {
         let knocking = scope.spawn(|| {
@@ -480,7 +481,7 @@ fn keeper_killed_between_qemus_causes_cold_start() -> Result<()> {
     // A stray QEMU already holds the machine's port; the keeper must recognise it as its own.
     let before_kill = vm.qemu_pid()?;
     vm.kill_keeper()?;
-    let journal = vm.folder().join("run/between/journal.json");
+    let journal = vm.runtime_root().join("between/journal.json");
     let mut text: Value = serde_json::from_slice(&std::fs::read(&journal).expect("the journal")).expect("JSON");
     // The journal as it is before a started QEMU is recorded.
     text["qemu"] = Value::Null;

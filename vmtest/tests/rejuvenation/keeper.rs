@@ -89,7 +89,7 @@ fn keeper_takes_over_from_the_first_version() -> Result<()> {
     let vm = TestVm::busybox("first").disk(Disk::empty(16)).boot()?;
     let before = identity(&vm)?;
     vm.kill_keeper()?;
-    let path = vm.folder().join("run/first/journal.json");
+    let path = vm.runtime_root().join("first/journal.json");
     let written = std::fs::read_to_string(&path).expect("the journal");
     let first = serde_json::from_str(FIRST_JOURNAL).expect("JSON");
     let mut journal: Value = serde_json::from_str(&written).expect("JSON");
@@ -123,7 +123,7 @@ fn keeper_takes_over_from_a_later_version() -> Result<()> {
     let vm = TestVm::busybox("later").disk(Disk::empty(16)).boot()?;
     let before = identity(&vm)?;
     vm.kill_keeper()?;
-    let [journal, events] = ["journal.json", "events.jsonl"].map(|name| vm.folder().join("run/later").join(name));
+    let [journal, events] = ["journal.json", "events.jsonl"].map(|name| vm.runtime_root().join("later").join(name));
     let written = std::fs::read_to_string(&journal).expect("the journal");
     let mut later: Value = serde_json::from_str(&written).expect("JSON");
     make_later(&mut later);
