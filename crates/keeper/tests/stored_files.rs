@@ -213,26 +213,14 @@ const CASES: &[Case] = &[
         name: "note of a parked guest",
         before: |_| (),
         write: |folder| park(folder).is_ok(),
-        content: |folder| match parked::find(folder).unwrap() {
-            Some(note) => {
-                assert_eq!(note.state(folder).unwrap(), DEVICES);
-                New
-            }
-            None => Old,
-        },
+        content: |folder| if is_parked(folder) { New } else { Old },
     },
     Case {
         name: "used note of a parked guest",
         before: |folder| park(folder).unwrap(),
         // A note that was used up before an error is not there any more.
         write: |folder| !parked::is_there(folder) || Parked::consume(folder).is_ok(),
-        content: |folder| match parked::find(folder).unwrap() {
-            Some(note) => {
-                assert_eq!(note.state(folder).unwrap(), DEVICES);
-                Old
-            }
-            None => New,
-        },
+        content: |folder| if is_parked(folder) { Old } else { New },
     },
     Case {
         name: "claim of a user",
@@ -257,6 +245,15 @@ const CASES: &[Case] = &[
 
 /// State of a parked guest's devices.
 const DEVICES: &[u8] = b"state of devices";
+
+/// Whether there is a note of a parked guest, which then is whole.
+fn is_parked(folder: &Path) -> bool {
+    let note = parked::find(folder).unwrap();
+    note.is_some_and(|note| {
+        assert_eq!(note.state(folder).unwrap(), DEVICES);
+        true
+    })
+}
 
 fn park(folder: &Path) -> Result<(), parked::ParkedError> {
     let note = Parked {

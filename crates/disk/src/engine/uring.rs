@@ -80,7 +80,7 @@ impl UringEngine {
         // and `drop` waits for what is in flight).
         let registered = unsafe { self.ring.submitter().register_buffers(&self.pool.as_iovecs()) };
         if let Err(error) = &registered {
-            tracing::info!(%error, "I/O buffers are not pinned, which costs each request time (raise the limit of locked memory)");
+            tracing::info!(%error, "I/O buffers are not pinned, so requests take longer (raise the limit of locked memory)");
         }
         self.pool_is_registered = Some(registered.is_ok());
     }

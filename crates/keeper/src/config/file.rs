@@ -70,7 +70,8 @@ fields! {
         memory_folder: String = Host, WithNextStart, Path, "`/dev/shm/hearth/NAME`", r#""/dev/shm/hearth/web""#,
             "Folder for the guest's RAM files. If the folder does not have the machine's name, Hearth creates a \
              subfolder of that name, because machines cannot share one. It must be on a tmpfs or DAX file system with \
-             space for the memory and the slack; on a tmpfs for restores other than `--eager`. Default without root: `/dev/shm/hearth-UID/NAME`.";
+             space for the memory and the slack; on a tmpfs for restores other than `--eager`. Default without root: \
+             `/dev/shm/hearth-UID/NAME`.";
         ember: String = Guest, WithNextGuest, Choice(ON_OFF), "`on`", r#""on""#,
             "Whether to keep a dead incarnation's memory as a source of disk blocks. With `off` every reboot is cold.";
         on_panic: String = Guest, AtTakeOver, Choice(ON_PANIC),
