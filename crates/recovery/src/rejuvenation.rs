@@ -63,7 +63,7 @@ pub enum Phase {
     Launch,
     /// Both are connected to each disk; the disks serve the old one.
     Admit,
-    /// Both are told how the state is transferred.
+    /// The old one is told where to send its state, and begins.
     Prepare,
     /// The old one stops; its state goes to the new one.
     Hand,
@@ -197,17 +197,23 @@ pub fn set_handover(disks: &[DiskServer], allowed: bool) -> Result<(), ServerErr
     disks.iter().try_for_each(|disk| disk.set_handover(allowed))
 }
 
-/// Tells both QEMUs what they must know before a hop. The guest is not affected. `patience` limits each command.
-pub fn prepare_both(old: &Qmp, new: &Qmp, patience: Duration) -> Result<(), RejuvenationError> {
+/// The channel at whose other end the new QEMU waits for a guest.
+pub struct Target(UnixStream);
+
+/// Tells both QEMUs what they must know before a hop, and lets the new one wait for the guest. The guest is not affected.
+/// `patience` limits each command.
+pub fn prepare_both(old: &Qmp, new: &Qmp, patience: Duration) -> Result<Target, RejuvenationError> {
     old.prepare_migration(patience).map_err(RejuvenationError::Old)?;
-    new.prepare_migration(patience).map_err(RejuvenationError::New)
+    new.prepare_migration(patience).map_err(RejuvenationError::New)?;
+    let (target, theirs) = UnixStream::pair().map_err(RejuvenationError::Channel)?;
+    new.migrate_incoming(OwnedFd::from(theirs).as_fd(), patience).map_err(RejuvenationError::New)?;
+    Ok(Target(target))
 }
 
 impl Hop<'_> {
     /// Checks that both QEMUs are connected to every disk. A new QEMU answers once its devices exist, so it has
     /// connected by now.
     pub fn admit(&self) -> Result<Admitted, RejuvenationError> {
-        self.must_run()?;
         Ok(Admitted { connections: self.connections()?, stops: stops_of(self.disks) })
     }
 
@@ -231,17 +237,15 @@ impl Hop<'_> {
         self.disks.iter().map(look).collect()
     }
 
-    /// Opens the channels for the state and starts the old QEMU's migration, after `prepare_both`. From then on the guest may
-    /// stop at any time.
-    pub fn prepare(&self) -> Result<Prepared, RejuvenationError> {
+    /// Opens the old QEMU's channel for the state and starts its migration. `target` is from `prepare_both`. From then on the
+    /// guest may stop at any time.
+    pub fn prepare(&self, Target(target): Target) -> Result<Prepared, RejuvenationError> {
         let (speaks, heard) = channel();
         let bell = Bell::new().map_err(RejuvenationError::Channel)?;
         self.old.listen(listener(speaks.clone(), bell.clone(), Heard::Old));
         self.new.listen(listener(speaks, bell.clone(), Heard::New));
         // From now on each change of the run state is received.
         self.must_run()?;
-        let (target, theirs) = UnixStream::pair().map_err(RejuvenationError::Channel)?;
-        self.new.migrate_incoming(OwnedFd::from(theirs).as_fd(), self.patience).map_err(RejuvenationError::New)?;
         self.old.keep_open(target.as_fd(), self.patience).map_err(RejuvenationError::Old)?;
         let (source, theirs) = Stream::pair().map_err(RejuvenationError::Channel)?;
         let transfer = Transfer::open(source, target, bell, clock::SECTION_BYTES);

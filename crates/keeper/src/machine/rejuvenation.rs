@@ -1,6 +1,6 @@
 //! Rejuvenation of a machine: phases, journal, and which QEMU is ended when. `hearth_recovery` describes the phases.
 //!
-//! launch (a job) -> admit -> (journal: a hop) -> prepare -> hand -> (journal: committed) -> resume -> retire
+//! launch (a job, which also prepares both QEMUs) -> admit -> (journal: a hop) -> prepare -> hand -> (journal: committed) -> resume -> retire
 //!
 //! While the new QEMU is starting the loop goes on. An order of the operator and a crash or the end of the guest come first: the
 //! hop is given up (`give_up_hop`). What else would disturb it is refused (`must_not_hop`).
@@ -23,7 +23,7 @@ use hearth_api::{
 use hearth_disk::server::inflight_name;
 use hearth_qemu::{Accelerator, Binary, BinaryError, Qmp, QmpError, Version, memory_of};
 use hearth_recovery::journal::{HopNote, Journal, JournalError, QemuIdentity, Staged};
-use hearth_recovery::rejuvenation::{self, Handed, Hop, Phase, RejuvenationError, Standstill, Ticker};
+use hearth_recovery::rejuvenation::{self, Handed, Hop, Phase, RejuvenationError, Standstill, Target, Ticker};
 
 use super::age::Schedule;
 use super::disks::{Disks, is_silent};
@@ -108,6 +108,8 @@ struct Started {
 struct New {
     binary: Binary,
     generation: Generation,
+    /// Where it waits for the guest's state.
+    target: Target,
     /// Lets the guest stand still.
     lock: HopLock,
 }
@@ -219,14 +221,14 @@ impl Started {
             // Whether a QEMU answers must not hold up the hops of other machines.
             drop(starts);
             // Here, because the machine's loop does the rest.
-            rejuvenation::prepare_both(old, &generation.qmp, PAUSE_PATIENCE)
+            let target = rejuvenation::prepare_both(old, &generation.qmp, PAUSE_PATIENCE)
                 .map_err(|source| Failure::of_hop(source, generation.process.last_words()))?;
-            Ok((binary, generation))
+            Ok((binary, generation, target))
         });
         let took = began.elapsed();
-        let new = launched.map(|(binary, generation)| {
+        let new = launched.map(|(binary, generation, target)| {
             let lock = HopLock::to_stand_still(root, control);
-            New { binary, generation, lock }
+            New { binary, generation, target, lock }
         });
         Self { version, began, took, new }
     }
@@ -518,12 +520,12 @@ impl Machine {
     fn move_guest(
         &mut self,
         life: &mut Life,
-        New { binary, generation: new, lock }: New,
+        New { binary, generation: new, target, lock }: New,
         ticker: Option<Ticker>,
         progress: &mut Progress,
     ) -> Result<Generation, Failure> {
         let standstill = Standstill::watch(&life.generation.qmp, &self.disks.servers);
-        let resumed = match self.hand_over(&life.generation, &new, ticker, progress) {
+        let resumed = match self.hand_over(&life.generation, &new, (target, ticker), progress) {
             Ok((mut handed, committed)) => self
                 .resume(&life.generation, &new, (&mut handed, committed), progress)
                 .map(|pause| handed.debt_after(pause)),
@@ -555,7 +557,7 @@ impl Machine {
         &mut self,
         old: &Generation,
         new: &Generation,
-        ticker: Option<Ticker>,
+        (target, ticker): (Target, Option<Ticker>),
         progress: &mut Progress,
     ) -> Result<(Handed, Staged), Failure> {
         self.disks.admit(&self.context, new.identity().pid);
@@ -567,7 +569,7 @@ impl Machine {
         let committed = self.stage_commit(new)?;
         let hop = self.disks.hop(old, new);
         let admitted = progress.run(Phase::Admit, |_| hop.admit())?;
-        let prepared = progress.run(Phase::Prepare, |_| hop.prepare())?;
+        let prepared = progress.run(Phase::Prepare, |_| hop.prepare(target))?;
         let handed =
             progress.run(Phase::Hand, |_| hop.hand(&admitted, prepared, ticker, self.context.journal.clock_debt))?;
         progress.report.state_bytes = Some(handed.state_bytes);
