@@ -201,7 +201,7 @@ fn check_console_is_shared(vm: &TestVm) -> Result<()> {
 /// On a real terminal, Ctrl-] leaves the console, the terminal's modes are restored, and the guest continues.
 #[test]
 fn ctrl_bracket_leaves_the_console() -> Result<()> {
-    let vm = TestVm::busybox("web").boot()?;
+    let vm = TestVm::busybox("web").running()?;
     let (hearth, root) = (artifacts::hearth()?.display().to_string(), vm.runtime_root().display().to_string());
     // `script` provides a terminal; the last command saves its modes for the comparison.
     let inner =

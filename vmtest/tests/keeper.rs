@@ -121,7 +121,7 @@ fn guest_under_load_survives_killed_keepers() -> Result<()> {
 /// The console shows all that the guest prints, even while no keeper lives.
 #[test]
 fn no_console_output_is_lost_between_keepers() -> Result<()> {
-    let vm = TestVm::busybox("talks").boot()?;
+    let vm = TestVm::busybox("talks").running()?;
     // The guest waits a second, so that this command's answer does not mix with its words.
     let talk = "sleep 1; word=0; while true; do echo \"word $word.\"; word=$((word + 1)); usleep 5000; done";
     vm.sh(&format!("({talk}) </dev/null >/dev/console 2>&1 &"))?;
@@ -318,7 +318,7 @@ fn is_refused(socket: &Path) -> bool {
 /// A foreign process can open a disk's socket, as any with `qemu_user` may. It tries before, between and after two guests.
 #[test]
 fn foreign_processes_at_disk_sockets_are_refused() -> Result<()> {
-    let vm = TestVm::busybox("strangers").disk(Disk::empty(8)).boot()?;
+    let vm = TestVm::busybox("strangers").disk(Disk::empty(8)).running()?;
     let socket = vm.runtime_root().join("strangers/disk-disk0.sock");
     assert!(socket.exists() && is_refused(&socket));
     let over = AtomicBool::new(false);
@@ -377,7 +377,7 @@ fn second_keeper_is_refused_and_sigterm_stops() -> Result<()> {
 /// A guest that ignores its power button is not waited for when the operator insists.
 #[test]
 fn second_signal_or_force_skips_the_guest() -> Result<()> {
-    let vm = TestVm::busybox("deaf").boot()?;
+    let vm = TestVm::busybox("deaf").running()?;
     vm.sh("killall acpid")?;
     signal(&vm);
     vm.wait_event("stopping", event!(StateChanged { to: MachineState::Stopping, .. }))?;

@@ -33,7 +33,7 @@ fn kept(vm: &TestVm, snapshot: &Path) -> Result<Kept> {
 
 #[test]
 fn complete_restore_needs_no_handler_or_snapshot() -> Result<()> {
-    let vm = TestVm::busybox("kept").boot()?;
+    let vm = TestVm::busybox("kept").running()?;
     let (nonce, snapshot) = (vm.nonce()?, vm.folder().join("snapshot"));
     super::fill(&vm, 64)?;
     vm.save(&snapshot)?;

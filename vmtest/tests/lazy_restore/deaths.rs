@@ -51,7 +51,7 @@ fn check(vm: &TestVm, snapshot: &Path, step: Step, mode: &str, nonce: &str) -> R
 }
 
 fn check_all(name: &str, mode: &str, happens: impl Fn(Step) -> bool) -> Result<()> {
-    let vm = TestVm::busybox(name).disk(Disk::empty(16)).boot()?;
+    let vm = TestVm::busybox(name).disk(Disk::empty(16)).running()?;
     let (nonce, snapshot) = (vm.nonce()?, vm.folder().join("snapshot"));
     fill(&vm, 64)?;
     vm.save_and_stop(&snapshot)?;

@@ -39,7 +39,7 @@ fn read_all(folder: &Path) {
 
 #[test]
 fn pages_on_disks_are_restored_without_being_stored() -> Result<()> {
-    let vm = TestVm::busybox("dedup").disk(Disk::ext4(64)).boot()?;
+    let vm = TestVm::busybox("dedup").disk(Disk::ext4(64)).running()?;
     let (nonce, plain, first) = (vm.nonce()?, vm.folder().join("plain"), vm.folder().join("first"));
     read_file(&vm)?;
     vm.save(&plain)?;
@@ -76,7 +76,7 @@ fn pages_on_disks_are_restored_without_being_stored() -> Result<()> {
 
 #[test]
 fn guest_waits_until_an_altered_block_is_repaired() -> Result<()> {
-    let vm = TestVm::busybox("altered").disk(Disk::ext4(64)).boot()?;
+    let vm = TestVm::busybox("altered").disk(Disk::ext4(64)).running()?;
     let (nonce, snapshot) = (vm.nonce()?, vm.folder().join("snapshot"));
     read_file(&vm)?;
     vm.save_with(&snapshot, &["--dedup-disk"])?;

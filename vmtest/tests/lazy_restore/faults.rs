@@ -66,7 +66,7 @@ fn damage(snapshot: &Path) -> (File, Vec<u8>, usize) {
 
 #[test]
 fn failed_restore_leaves_its_name_free() -> Result<()> {
-    let vm = TestVm::busybox("poison").disk(Disk::empty(16)).boot()?;
+    let vm = TestVm::busybox("poison").disk(Disk::empty(16)).running()?;
     let (nonce, snapshot) = (vm.nonce()?, vm.folder().join("snapshot"));
     fill(&vm, 64)?;
     vm.save_and_stop(&snapshot)?;
@@ -93,7 +93,7 @@ fn failed_restore_leaves_its_name_free() -> Result<()> {
 /// Everything is damaged, also pages that a start touches: the rings of the disks and what QEMU loads.
 #[test]
 fn damaged_restore_leaves_nothing_and_works_after_repair() -> Result<()> {
-    let vm = TestVm::busybox("nothing-left").disk(Disk::empty(16)).boot()?;
+    let vm = TestVm::busybox("nothing-left").disk(Disk::empty(16)).running()?;
     let (nonce, snapshot) = (vm.nonce()?, vm.folder().join("snapshot"));
     fill(&vm, 16)?;
     vm.save_and_stop(&snapshot)?;
@@ -177,7 +177,7 @@ fn guest_waits_until_a_truncated_image_is_whole() -> Result<()> {
 
 #[test]
 fn whole_copy_replaces_damaged_image_another_is_refused() -> Result<()> {
-    let vm = TestVm::busybox("replaced").boot()?;
+    let vm = TestVm::busybox("replaced").running()?;
     let (nonce, snapshot, other) = (vm.nonce()?, vm.folder().join("snapshot"), vm.folder().join("other"));
     fill(&vm, 64)?;
     vm.save(&snapshot)?;
@@ -206,7 +206,7 @@ fn whole_copy_replaces_damaged_image_another_is_refused() -> Result<()> {
 
 #[test]
 fn clone_waits_for_its_original_base_image() -> Result<()> {
-    let vm = TestVm::busybox("lower").disk(Disk::ext4(64)).boot()?;
+    let vm = TestVm::busybox("lower").disk(Disk::ext4(64)).running()?;
     let snapshot = vm.folder().join("snapshot");
     vm.save(&snapshot)?;
     vm.stop_at_once()?;

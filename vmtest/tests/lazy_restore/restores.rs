@@ -72,7 +72,7 @@ fn each_restore_mode_returns_the_same_guest() -> Result<()> {
 
 #[test]
 fn two_clones_run_on_own_disks() -> Result<()> {
-    let vm = TestVm::busybox("two").disk(Disk::empty(32)).boot()?;
+    let vm = TestVm::busybox("two").disk(Disk::empty(32)).running()?;
     let (nonce, snapshot) = (vm.nonce()?, vm.folder().join("snapshot"));
     fill(&vm, 16)?;
     // The clones read this from disk into memory that is still arriving, which the disk's server maps itself.
@@ -130,7 +130,7 @@ fn simultaneous_clones_read_shared_memory_once() -> Result<()> {
 
 #[test]
 fn traced_working_set_is_prefetched_next_time() -> Result<()> {
-    let vm = TestVm::busybox("traced").boot()?;
+    let vm = TestVm::busybox("traced").running()?;
     let (nonce, snapshot) = (vm.nonce()?, vm.folder().join("snapshot"));
     fill(&vm, 64)?;
     vm.save(&snapshot)?;
@@ -160,7 +160,7 @@ fn traced_working_set_is_prefetched_next_time() -> Result<()> {
 
 #[test]
 fn rehearsal_notes_the_working_set_leaving_nothing_else() -> Result<()> {
-    let vm = TestVm::busybox("rehearsed").disk(Disk::empty(16)).boot()?;
+    let vm = TestVm::busybox("rehearsed").disk(Disk::empty(16)).running()?;
     let (snapshot, scratch) = (vm.folder().join("snapshot"), vm.folder().join("scratch"));
     vm.save_and_stop(&snapshot)?;
     std::fs::create_dir(&scratch).expect("a folder");

@@ -43,7 +43,7 @@ fn begin_save(vm: &TestVm, folder: &Path) -> Result<()> {
 
 #[test]
 fn cancelled_save_leaves_guest_unchanged_and_no_files() -> Result<()> {
-    let vm = TestVm::busybox("cancelled").memory_mib(768).boot()?;
+    let vm = TestVm::busybox("cancelled").memory_mib(768).running()?;
     let nonce = vm.nonce()?;
     fill(&vm, 220)?;
     // The save may complete before the cancellation; then the snapshot must be whole.
@@ -118,7 +118,7 @@ fn hanging_disk_of_a_save_delays_nothing_else() -> Result<()> {
         eprintln!("skipped: only root can make a file system that hangs");
         return Ok(());
     }
-    let vm = TestVm::busybox("hangs").memory_mib(768).boot()?;
+    let vm = TestVm::busybox("hangs").memory_mib(768).running()?;
     fill(&vm, 220)?;
     let volume = Volume::mount(2048);
     let folder = volume.folder().join("snapshot");
@@ -160,7 +160,7 @@ fn keeper_answers_while_a_saves_folder_hangs() -> Result<()> {
         eprintln!("skipped: only root can make a file system that hangs");
         return Ok(());
     }
-    let vm = TestVm::busybox("hangsfirst").boot()?;
+    let vm = TestVm::busybox("hangsfirst").running()?;
     let volume = Volume::mount(1024);
     let folder = volume.folder().join("snapshot").display().to_string();
     volume.hang();
@@ -183,7 +183,7 @@ fn keeper_answers_while_a_saves_folder_hangs() -> Result<()> {
 
 #[test]
 fn guest_continues_after_keeper_dies_in_save() -> Result<()> {
-    let vm = TestVm::busybox("killedsave").memory_mib(768).boot()?;
+    let vm = TestVm::busybox("killedsave").memory_mib(768).running()?;
     let (nonce, folder) = (vm.nonce()?, vm.folder().join("snapshot"));
     fill(&vm, 220)?;
     begin_save(&vm, &folder)?;
@@ -232,7 +232,7 @@ pub(super) fn await_turns(vm: &TestVm, turns: u32) -> Result<()> {
 
 #[test]
 fn busy_guest_is_saved_at_one_moment() -> Result<()> {
-    let vm = TestVm::busybox("busy").disk(Disk::empty(32)).boot()?;
+    let vm = TestVm::busybox("busy").disk(Disk::empty(32)).running()?;
     let (nonce, first, second) = (vm.nonce()?, vm.folder().join("first"), vm.folder().join("second"));
     fill(&vm, 16)?;
     vm.sh(TURNS)?;

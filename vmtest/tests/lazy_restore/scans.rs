@@ -41,7 +41,7 @@ fn count_of(set: &PageReader, pattern: &HashMap<u64, Vec<u8>>) -> usize {
 
 #[test]
 fn scan_finds_the_working_set_that_clones_prefetch() -> Result<()> {
-    let vm = TestVm::busybox("scanned").boot()?;
+    let vm = TestVm::busybox("scanned").running()?;
     let (nonce, snapshot) = (vm.nonce()?, vm.folder().join("snapshot"));
     start_reader(&vm)?;
     vm.save_with(&snapshot, &["--scan"])?;
@@ -83,7 +83,7 @@ fn begin_scan(vm: &TestVm, folder: &std::path::Path) -> Result<()> {
 
 #[test]
 fn cancelled_scan_leaves_guest_unchanged_and_no_files() -> Result<()> {
-    let vm = TestVm::busybox("scanoff").boot()?;
+    let vm = TestVm::busybox("scanoff").running()?;
     let (nonce, folder) = (vm.nonce()?, vm.folder().join("snapshot"));
     start_reader(&vm)?;
     let refused = vm.cli_output(&["save", vm.name(), "-o", "/nowhere", "--scan", "1s,0"])?;

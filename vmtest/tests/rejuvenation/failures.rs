@@ -141,7 +141,7 @@ fn new_qemu_that_hangs_or_dies_is_ended() -> Result<()> {
     let stand = Stand::boot("hanging")?;
     stand.check(&stand.impostor("silent"), "launch", "no answer within 15s")?;
     stand.check(&stand.impostor("without-disks"), "admit", "disk disk0: one of the two QEMUs is not connected")?;
-    stand.check(&stand.impostor("deaf"), "prepare", "no answer within 5s")?;
+    stand.check(&stand.impostor("deaf"), "launch", "no answer within 5s")?;
     stand.check(&stand.impostor("hangs"), "resume", "the new QEMU hangs")?;
     stand.check(&stand.impostor("dies"), "hand|resume", "the new QEMU ended")?;
     stand.vm.rejuvenate()
@@ -309,15 +309,16 @@ fn be_a_qemu() {
         if incoming && manner == "deaf" {
             forever();
         }
-        if incoming && manner == "drops-disks" {
-            disks.clear();
-        }
         let answer = if command["execute"] == "query-status" { json!({ "status": "paused" }) } else { json!({}) };
         writeln!(stream, "{}", json!({ "return": answer, "id": command["id"] })).expect("the keeper reads");
         if !incoming {
             continue;
         }
         let mut state = std::fs::File::from(descriptors.pop().expect("a channel came before"));
+        if manner == "drops-disks" {
+            state.read_exact(&mut [0]).expect("the old QEMU sends its state");
+            disks.clear();
+        }
         if manner == "dies" {
             state.read_exact(&mut [0]).expect("the old QEMU sends its state");
             return;

@@ -52,7 +52,7 @@ fn talk(vm: &TestVm, word: &str) -> Result<()> {
 
 #[test]
 fn console_loses_no_byte_over_hops() -> Result<()> {
-    let vm = TestVm::busybox("console").for_both_qemus().boot()?;
+    let vm = TestVm::busybox("console").for_both_qemus().running()?;
     let talk_id = vm.guest().start(TALKS)?;
     let mut typed = Vec::new();
     for qemu in [artifacts::qemu_10()?, artifacts::installed_qemu()?, artifacts::installed_qemu()?] {
@@ -117,7 +117,7 @@ fn reading_ms(vm: &TestVm, epoch: Instant) -> Result<f64> {
 #[test]
 #[ignore = "a measurement, for a host that does nothing else"]
 fn clock_is_set_forward_in_each_hop() -> Result<()> {
-    let vm = TestVm::busybox("clock").for_both_qemus().disk(Disk::empty(16)).boot()?;
+    let vm = TestVm::busybox("clock").for_both_qemus().disk(Disk::empty(16)).running()?;
     // This clock source counts QEMU's own nanoseconds. The guest has only measured the TSC's rate, to about a thousandth.
     vm.sh("cd /sys/devices/system/clocksource/clocksource0; echo acpi_pm >current_clocksource; grep acpi_pm current_clocksource")?;
     let programs = [artifacts::installed_qemu()?, artifacts::qemu_10()?];

@@ -86,7 +86,7 @@ fn make_first(first: &Value, journal: &mut Value) {
 
 #[test]
 fn keeper_takes_over_from_the_first_version() -> Result<()> {
-    let vm = TestVm::busybox("first").disk(Disk::empty(16)).boot()?;
+    let vm = TestVm::busybox("first").disk(Disk::empty(16)).running()?;
     let before = identity(&vm)?;
     vm.kill_keeper()?;
     let path = vm.runtime_root().join("first/journal.json");
@@ -120,7 +120,7 @@ fn make_later(journal: &mut Value) {
 /// This happens when an upgrade is reverted.
 #[test]
 fn keeper_takes_over_from_a_later_version() -> Result<()> {
-    let vm = TestVm::busybox("later").disk(Disk::empty(16)).boot()?;
+    let vm = TestVm::busybox("later").disk(Disk::empty(16)).running()?;
     let before = identity(&vm)?;
     vm.kill_keeper()?;
     let [journal, events] = ["journal.json", "events.jsonl"].map(|name| vm.runtime_root().join("later").join(name));
