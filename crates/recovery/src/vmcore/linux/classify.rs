@@ -6,17 +6,13 @@
 //! in the dump, and these pages are counted. The dump is then larger than it had to be, and says so. Each page within a
 //! run (a free block, a huge page) is tested as well: if its own descriptor denies that it belongs there, it stays.
 
-use std::ops::Range;
-
 use super::super::bitmap::Bitmap;
 use super::super::level::DumpLevel;
 use super::super::memory::PhysicalMemory;
 use super::descriptor::{Class, Rules, Verdict};
-use super::sections::{Map, Section, sections};
+use super::walk::{Block, Visitor, walk};
 use super::{AddressSpace, NotUnderstood, Vmcoreinfo};
 
-/// Descriptors read at a time: 64 KiB, which stay in the processor's cache.
-const BLOCK_PAGES: u64 = 1024;
 /// Distance to each side within which a page has a neighbour in its own zone and node.
 const NEIGHBOURS: u64 = 2;
 
@@ -87,22 +83,15 @@ pub fn classify<M: PhysicalMemory>(
         return Ok(everything);
     }
     let rules = Rules::new(vmcoreinfo, level)?;
-    let sections = sections(space, vmcoreinfo, memory.end_pfn())?;
-    let block = Block::new(rules.bytes);
-    let mut judge = Classifier { space, rules, result: everything, block, run: None };
-    for section in sections {
-        for ram in memory.ranges() {
-            judge.section(&section, intersection(ram, &section.pfns));
-        }
-    }
-    Ok(judge.result)
+    let descriptor_bytes = rules.bytes;
+    let mut classifier = Classifier { rules, result: everything, run: None };
+    walk(memory, space, vmcoreinfo, descriptor_bytes, &mut classifier)?;
+    Ok(classifier.result)
 }
 
-struct Classifier<'a, 'm, M> {
-    space: &'a AddressSpace<'m, M>,
+struct Classifier {
     rules: Rules,
     result: Classification,
-    block: Block,
     /// The run that is being excluded. It may reach into later blocks.
     run: Option<Run>,
 }
@@ -115,32 +104,16 @@ struct Run {
     end: u64,
 }
 
-impl<M: PhysicalMemory> Classifier<'_, '_, M> {
-    /// Judges those page frames of a section that are RAM.
-    fn section(&mut self, section: &Section, ram: Range<u64>) {
-        let counts = &mut self.result.counts;
-        let map = match section.map {
-            Map::OfPfn0(map) => map,
-            Map::Absent => return counts.undescribed += ram.end - ram.start,
-            Map::Unknown => return counts.unjudged += ram.end - ram.start,
-        };
-        let mut start = ram.start;
-        while start < ram.end {
-            let first = start - start % BLOCK_PAGES;
-            let end = first + BLOCK_PAGES;
-            self.block.fill(self.space, map, first..end.min(section.pfns.end));
-            for pfn in start..end.min(ram.end) {
-                self.page(pfn, map);
-            }
-            start = end;
-        }
+impl Visitor for Classifier {
+    fn undescribed(&mut self, pages: u64) {
+        self.result.counts.undescribed += pages;
     }
 
-    fn page(&mut self, pfn: u64, map: u64) {
-        let Some(page) = self.block.descriptor(pfn) else {
-            self.result.counts.unjudged += 1;
-            return;
-        };
+    fn unreadable(&mut self, pages: u64) {
+        self.result.counts.unjudged += pages;
+    }
+
+    fn page(&mut self, pfn: u64, page: &[u8], map: u64, block: &Block) {
         if let Some(run) = self.run.filter(|run| pfn < run.end) {
             let belongs = match run.class {
                 Class::Free => !self.rules.is_used(page),
@@ -154,21 +127,23 @@ impl<M: PhysicalMemory> Classifier<'_, '_, M> {
             }
             return;
         }
-        match self.rules.judge(page, self.block.descriptor(pfn + 1), pfn) {
+        match self.rules.judge(page, block.descriptor(pfn + 1), pfn) {
             Verdict::Keep => {}
             Verdict::Implausible => self.result.counts.unjudged += 1,
-            Verdict::Exclude(..) if !self.has_neighbour(pfn, page) => self.result.counts.unjudged += 1,
+            Verdict::Exclude(..) if !self.has_neighbour(pfn, page, block) => self.result.counts.unjudged += 1,
             Verdict::Exclude(class, order) => {
                 self.run = Some(Run { class, first: pfn, end: pfn + (1 << order) });
                 self.exclude(pfn, class);
             }
         }
     }
+}
 
+impl Classifier {
     /// Whether a page nearby has the same zone and node. Where descriptors are overwritten, none has.
-    fn has_neighbour(&self, pfn: u64, page: &[u8]) -> bool {
+    fn has_neighbour(&self, pfn: u64, page: &[u8], block: &Block) -> bool {
         let near = pfn.saturating_sub(NEIGHBOURS)..=pfn + NEIGHBOURS;
-        let mut others = near.filter(|near| *near != pfn).filter_map(|near| self.block.descriptor(near));
+        let mut others = near.filter(|near| *near != pfn).filter_map(|near| block.descriptor(near));
         others.any(|other| self.rules.place(other) == self.rules.place(page))
     }
 
@@ -176,47 +151,4 @@ impl<M: PhysicalMemory> Classifier<'_, '_, M> {
         self.result.kept.clear(pfn);
         *self.result.counts.of(class) += 1;
     }
-}
-
-/// Descriptors of adjacent page frames, as far as they are readable.
-struct Block {
-    descriptor_bytes: usize,
-    pfns: Range<u64>,
-    bytes: Vec<u8>,
-    /// Numbers, in the block, of descriptors that are not readable.
-    unreadable: Bitmap,
-}
-
-impl Block {
-    fn new(descriptor_bytes: usize) -> Self {
-        let bytes = vec![0; descriptor_bytes * BLOCK_PAGES as usize];
-        Self { descriptor_bytes, pfns: 0..0, bytes, unreadable: Bitmap::new(BLOCK_PAGES) }
-    }
-
-    fn fill<M: PhysicalMemory>(&mut self, space: &AddressSpace<'_, M>, map: u64, pfns: Range<u64>) {
-        let address = map.wrapping_add(pfns.start * self.descriptor_bytes as u64);
-        let bytes = (pfns.end - pfns.start) as usize * self.descriptor_bytes;
-        let Self { descriptor_bytes, unreadable, .. } = self;
-        unreadable.clear_range(0..BLOCK_PAGES);
-        space.read_pieces(address, &mut self.bytes[..bytes], |range, _| {
-            let (first, end) = (range.start / *descriptor_bytes, range.end.div_ceil(*descriptor_bytes));
-            unreadable.set_range(first as u64..end as u64);
-        });
-        self.pfns = pfns;
-    }
-
-    /// `None` outside of the block, and for descriptors that could not be read.
-    fn descriptor(&self, pfn: u64) -> Option<&[u8]> {
-        let number = pfn.checked_sub(self.pfns.start).filter(|_| pfn < self.pfns.end)?;
-        if self.unreadable.contains(number) {
-            return None;
-        }
-        let start = number as usize * self.descriptor_bytes;
-        Some(&self.bytes[start..start + self.descriptor_bytes])
-    }
-}
-
-fn intersection(one: &Range<u64>, other: &Range<u64>) -> Range<u64> {
-    let (start, end) = (one.start.max(other.start), one.end.min(other.end));
-    start..end.max(start)
 }

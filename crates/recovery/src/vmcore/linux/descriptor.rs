@@ -244,6 +244,11 @@ impl Rules {
             && (mapped || !counts_mappings && mapcount >= TYPED)
     }
 
+    /// The file that a page of the page cache belongs to (`struct address_space`), and flags of the page.
+    pub fn mapping_and_flags(&self, page: &[u8]) -> (u64, u64) {
+        (u64_at(page, self.mapping), u64_at(page, self.flags))
+    }
+
     /// Node and zone of a page, which it shares with its neighbours.
     pub fn place(&self, page: &[u8]) -> u64 {
         u64_at(page, self.flags) & self.place

@@ -2,18 +2,22 @@
 //!
 //! VMCOREINFO -> address space -> sections -> page descriptors -> class of each page (`classify`)
 //! VMCOREINFO -> address space -> kernel log, `uname`
+//! VMCOREINFO -> address space -> types (`btf`), page descriptors -> what its page cache held (`page_cache`)
 //!
 //! Partial damage makes nothing fail here: what cannot be read or makes no sense leaves its pages in the dump. Only a
 //! memory without any Linux, or one whose layout is unknown, is refused, with the reason; the dump then keeps
 //! everything except zeroes.
 
 mod address_space;
+mod btf;
 mod classify;
 mod descriptor;
 pub mod log;
+pub mod page_cache;
 mod sections;
 mod utsname;
 mod vmcoreinfo;
+mod walk;
 
 #[cfg(test)]
 mod synthetic;
@@ -138,6 +142,11 @@ impl<'m, M: PhysicalMemory> Linux<'m, M> {
     /// pages are copied.
     pub fn classify(&self, level: DumpLevel) -> Result<Classification, NotUnderstood> {
         classify::classify(self.memory, &self.space, &self.vmcoreinfo, level)
+    }
+
+    /// What the kernel's page cache held: pages of files, and of the devices under them.
+    pub fn page_cache(&self) -> Result<page_cache::PageCache, NotUnderstood> {
+        page_cache::read(self.memory, &self.space, &self.vmcoreinfo)
     }
 
     /// The kernel log, oldest line first.
