@@ -204,6 +204,11 @@ pub enum EventKind {
     EmberKept { pages: u64, bytes: u64 },
     /// The ember's unusable memory was released to the host.
     EmberSettled { released_bytes: u64, remaining_pages: u64 },
+    /// What the dead guest had in its file cache was read from its memory, for the next guest. `pages` counts those whose
+    /// disk blocks are known.
+    CacheMapRead { pages: u64, files: u64, bytes: u64, duration_ms: f64 },
+    /// What the dead guest had in its file cache is not known.
+    CacheMapMissing { why: String },
     /// Ember pages were dropped to stay within the budget.
     EmberTrimmed { pages: u64, bytes: u64 },
     /// Nothing is left of the ember.

@@ -9,6 +9,8 @@
 //! No index is built: the dead incarnation's ledger is the index, and was kept current during its life. The
 //! slow work, releasing unusable pages and deciding the order of trimming, is done in `settle`, beside the guest's boot.
 
+pub mod cache_map;
+
 use std::time::{Duration, Instant};
 
 use hearth_disk::server::{DiskServer, ServerError, Tracking};

@@ -147,6 +147,10 @@ pub fn describe(event: &EventKind) -> String {
         EventKind::EmberSettled { released_bytes, remaining_pages } => {
             format!("ember settled, {} released, {remaining_pages} pages remain", bytes(*released_bytes))
         }
+        EventKind::CacheMapRead { pages, files, duration_ms, .. } => {
+            format!("cache map read, {pages} pages of {files} files in {}", milliseconds(*duration_ms))
+        }
+        EventKind::CacheMapMissing { why } => format!("no cache map for the next guest: {why}"),
         EventKind::EmberTrimmed { pages, bytes: trimmed } => {
             format!("ember trimmed by {}, {pages} pages", bytes(*trimmed))
         }

@@ -6,16 +6,26 @@ use hearth_api::EventKind;
 use hearth_recovery::crash_recovery::Phase;
 
 /// Message from the memory monitor.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub enum MemoryMessage {
     /// The ember of the last reboot holds only pages that can be served.
     Settled { released_bytes: u64, began: Instant, took: Duration },
+    /// What the dead guest had in its page cache was read, or why not.
+    CacheMap { read: Result<CacheMapSize, String>, took: Duration },
     /// Bytes of the ember given up since the last such message.
     Trimmed { bytes: u64 },
     /// The ember is used up.
     EmberEmpty,
     /// The memory files exceed the budget: the ember is gone, or could not be trimmed in time.
     OverBudget { used_bytes: u64, limit_bytes: u64 },
+}
+
+/// Size of a cache map.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CacheMapSize {
+    pub pages: u64,
+    pub files: u64,
+    pub bytes: u64,
 }
 
 /// Message from a dump's thread.

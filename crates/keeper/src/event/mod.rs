@@ -13,8 +13,8 @@ use hearth_qemu::QmpEvent;
 use crate::control::{Command, Reply};
 use crate::upgrade::Successor;
 pub use message::{
-    AdmissionMessage, BackfillMessage, DumpMessage, HeldFor, MemoryMessage, ParkMessage, ReadinessMessage,
-    RestoreMessage, SaveMessage, ThawMessage,
+    AdmissionMessage, BackfillMessage, CacheMapSize, DumpMessage, HeldFor, MemoryMessage, ParkMessage,
+    ReadinessMessage, RestoreMessage, SaveMessage, ThawMessage,
 };
 
 /// One thing that happened. `generation` is the QEMU generation that it comes from: the loop ignores late messages of a QEMU

@@ -24,6 +24,8 @@ use rustix::fs::{FlockOperation, flock};
 const OTHERS_WRITE: u32 = 0o002;
 const STICKY: u32 = 0o1000;
 const TABLES_PREFIX: &str = "tables-";
+/// The file of the disk with the cache map, in the memory folder.
+pub const CACHE_MAP: &str = "cache-map";
 /// How long to wait for another process that tests the lock. The test takes microseconds.
 const LOOK_PATIENCE: Duration = Duration::from_secs(1);
 
@@ -172,7 +174,7 @@ impl Folders {
             let numbered = |prefix| name.strip_prefix(prefix).is_some_and(|number| number.parse::<u32>().is_ok());
             let ours = [TABLES_PREFIX, boot_set::FILE_PREFIX, images::NOTES_FILE, parked::FILE_PREFIX];
             let is_ours = numbered("ram-") || numbered("ledger-") || ours.iter().any(|prefix| name.starts_with(prefix));
-            if is_ours || name == "tag.key" {
+            if is_ours || name == "tag.key" || name == CACHE_MAP {
                 fs::remove_file(entry.path())?;
             }
         }

@@ -52,6 +52,8 @@ pub enum MachineError {
     Order(#[from] hearth_recovery::lazy_restore::OrderError),
     #[error("cannot restore {name}")]
     Restore { name: String, source: Box<RestoreFailure> },
+    #[error("cannot make the disk with the cache map")]
+    CacheMap(#[source] std::io::Error),
     #[error("cannot start the memory monitor's thread")]
     MemoryMonitor(#[source] std::io::Error),
 }

@@ -51,6 +51,7 @@ impl Disks {
         }
         self.note(context, warm);
         self.open_nvram(context, gate)?;
+        self.open_cache_map(context, gate)?;
         self.images.qemu_lives = false;
         Ok(())
     }

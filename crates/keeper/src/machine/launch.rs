@@ -15,6 +15,7 @@ use hearth_qemu::{Accelerator, EARLIER_MACHINE_TYPE, Launch};
 use hearth_recovery::incarnation::Incarnation;
 use hearth_recovery::journal::DiskIdentity;
 
+use super::cache_map;
 use super::net_endpoints::NetEndpoints;
 use crate::config::{
     Boot, Config, DevicesConfig, DiskConfig, DiskFormat, Forward, GuestConfig, NetBackend, NetConfig, NvramConfig,
@@ -27,6 +28,7 @@ const QUEUE_SIZE: u16 = 256;
 /// Limit for small files. Registers and notes for a dump are smaller, and so is everything else that QEMU writes.
 const SMALL_FILE_BYTES: u64 = 64 << 20;
 const NVRAM_QUEUES: u16 = 1;
+const CACHE_MAP_QUEUES: u16 = 1;
 /// How long to wait for an image's lock. A keeper that was just killed may have writes under way, and holds the lock
 /// until they end.
 pub const LOCK_PATIENCE: Duration = Duration::from_secs(30);
@@ -50,6 +52,7 @@ pub fn launch(
 ) -> Launch {
     let disks = config.devices.disks.iter().map(|disk| disk_device(folders, &disk.name, disk.queues));
     let nvram = config.devices.nvram.iter().map(|device| disk_device(folders, &device.name, NVRAM_QUEUES));
+    let cache_map = config.guest.refill.then(|| disk_device(folders, cache_map::NAME, CACHE_MAP_QUEUES));
     let nets = config.devices.nets.iter().enumerate().map(|(position, net)| {
         let mut backend = net_backend(net, endpoints.number(position));
         if let (true, qemu::NetBackend::User { forward, .. }) = (successor, &mut backend) {
@@ -67,7 +70,7 @@ pub fn launch(
         accelerator,
         machine_type: machine_type(&config.guest).to_owned(),
         boot: config.guest.boot.clone(),
-        disks: disks.chain(nvram).collect(),
+        disks: disks.chain(nvram).chain(cache_map).collect(),
         pmem: config.devices.pmem.iter().map(|device| pmem_device(folders, device)).collect(),
         nets: nets.collect(),
         serial_socket: folders.serial_socket(generation),
@@ -190,6 +193,7 @@ pub fn hardware(config: &Config, accelerator: Accelerator) -> Vec<String> {
     words.extend(config.devices.disks.iter().map(|disk| format!("disk {} with {} queues", disk.name, disk.queues)));
     words.extend(config.devices.nets.iter().map(|net| format!("net {} {}", net.backend.kind(), net.mac)));
     words.extend(config.guest.watchdog.map(|_| "watchdog".to_owned()));
+    words.extend(config.guest.refill.then(|| "cache map".to_owned()));
     words.extend(config.qemu.extra_args.iter().map(|word| format!("extra_qemu_args {word}")));
     words
 }

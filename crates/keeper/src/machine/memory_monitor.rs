@@ -22,6 +22,7 @@ use hearth_recovery::ember::Ember;
 use hearth_recovery::images::Watch;
 use hearth_recovery::incarnation::Incarnation;
 
+use super::cache_map::{self, CacheMapFile};
 use super::dump::GuestWaits;
 use crate::event::MemoryMessage;
 
@@ -34,6 +35,13 @@ const TRIMMED_EVERY: Duration = Duration::from_secs(1);
 /// Pages tested ahead of reads in one round: about 0.4 ms of work.
 const ASSAY_PAGES: u32 = 512;
 
+/// What else a machine keeps of dead guests, beside its ember.
+#[derive(Default)]
+pub struct Kept {
+    pub boot_set: Option<Arc<BootSet>>,
+    pub cache_map: Option<Arc<CacheMapFile>>,
+}
+
 /// Handle of the thread; dropping it ends the thread.
 pub struct MemoryMonitor {
     shared: Arc<Shared>,
@@ -45,6 +53,7 @@ struct Shared {
     budget: Mutex<Budget>,
     ember: Arc<Ember>,
     boot_set: Option<Arc<BootSet>>,
+    cache_map: Option<Arc<CacheMapFile>>,
     notes: Mutex<Option<Watch>>,
     live: Mutex<Option<Incarnation>>,
     admission: Mutex<Option<Arc<Admission>>>,
@@ -56,11 +65,12 @@ struct Shared {
 }
 
 impl Shared {
-    fn new(budget: Budget, ember: Arc<Ember>, boot_set: Option<Arc<BootSet>>) -> Self {
+    fn new(budget: Budget, ember: Arc<Ember>, Kept { boot_set, cache_map }: Kept) -> Self {
         Self {
             budget: Mutex::new(budget),
             ember,
             boot_set,
+            cache_map,
             notes: Mutex::new(None),
             live: Mutex::new(None),
             admission: Mutex::new(None),
@@ -82,10 +92,10 @@ impl MemoryMonitor {
         machine: &str,
         budget: Budget,
         ember: Arc<Ember>,
-        boot_set: Option<Arc<BootSet>>,
+        kept: Kept,
         tell: impl Fn(MemoryMessage) + Send + 'static,
     ) -> std::io::Result<Self> {
-        let shared = Arc::new(Shared::new(budget, ember, boot_set));
+        let shared = Arc::new(Shared::new(budget, ember, kept));
         let (wake, woken) = channel();
         let work = shared.clone();
         let thread = std::thread::Builder::new()
@@ -186,6 +196,10 @@ struct Round<'a> {
     trimmed_bytes: u64,
     trimmed_told: Instant,
     ember_told: bool,
+    /// Whether to settle once the cache map is read.
+    settles: bool,
+    /// The thread that reads the cache map.
+    reading: Option<JoinHandle<MemoryMessage>>,
 }
 
 impl<'a> Round<'a> {
@@ -201,6 +215,8 @@ impl<'a> Round<'a> {
             trimmed_bytes: 0,
             trimmed_told: now,
             ember_told: true,
+            settles: false,
+            reading: None,
         }
     }
 
@@ -228,7 +244,7 @@ impl<'a> Round<'a> {
     fn look(&mut self) -> Result<(), hearth_memory::MemoryError> {
         // Release unusable memory first: otherwise trimming would take good pages in its place. A guest that reads from
         // the ember while this thread waits for a processor also leaves such memory.
-        let settled = if self.shared.settle_wanted.swap(false, Relaxed) { Some(self.settle()?) } else { None };
+        let settled = self.settle_if_wanted()?;
         self.shared.ember.sweep()?;
         let looked = Instant::now();
         let usage = self.measure()?;
@@ -292,6 +308,23 @@ impl<'a> Round<'a> {
         }
         let committed_bytes = granted.map_or(0, |admission| admission.committed_bytes());
         Usage { live_bytes: usage.live_bytes.max(committed_bytes), ..usage }
+    }
+
+    /// Settles when that was asked for, but not before the cache map was read: that needs the memory of the dead kernel, which
+    /// settling releases. The map is read on a thread, because the budget must be kept meanwhile.
+    fn settle_if_wanted(&mut self) -> Result<Option<MemoryMessage>, hearth_memory::MemoryError> {
+        if self.reading.is_none() && self.shared.settle_wanted.swap(false, Relaxed) {
+            self.settles = true;
+            self.reading = cache_map::begin_reading(&self.shared.cache_map, &self.shared.ember);
+        }
+        if !self.settles || self.reading.as_ref().is_some_and(|reading| !reading.is_finished()) {
+            return Ok(None);
+        }
+        if let Some(Ok(message)) = self.reading.take().map(JoinHandle::join) {
+            (self.tell)(message);
+        }
+        self.settles = false;
+        self.settle().map(Some)
     }
 
     fn settle(&self) -> Result<MemoryMessage, hearth_memory::MemoryError> {
@@ -372,7 +405,7 @@ mod tests {
             let ember = Arc::new(Ember::new(folder.path(), tagger.clone()));
             let (tell, told) = channel();
             let tell = move |word| tell.send(word).expect("the test outlives its monitor");
-            let monitor = MemoryMonitor::start("web", BUDGET, ember.clone(), None, tell).unwrap();
+            let monitor = MemoryMonitor::start("web", BUDGET, ember.clone(), Kept::default(), tell).unwrap();
             Self { monitor, told, ember, tagger, folder }
         }
 
@@ -421,7 +454,7 @@ mod tests {
         let ember = Arc::new(Ember::new(folder.path(), tagger.clone()));
         ember.bank(half_full(folder.path(), 1, &tagger)).unwrap();
         let live = Incarnation::create(folder.path(), 2, BUDGET.ram_bytes, true).unwrap();
-        let shared = Shared::new(BUDGET, ember.clone(), None);
+        let shared = Shared::new(BUDGET, ember.clone(), Kept::default());
         *shared.live.lock().unwrap() = Some(live.clone());
         let mut round = Round::new(&shared, &|_| {});
         round.look().unwrap();
@@ -444,7 +477,7 @@ mod tests {
         let live = Incarnation::create(folder.path(), 2, BUDGET.ram_bytes, true).unwrap();
         let ram = File::options().write(true).open(live.ram.path()).unwrap();
         ram.write_all_at(&vec![7; 12 << 20], 0).unwrap();
-        let shared = Shared::new(BUDGET, ember.clone(), None);
+        let shared = Shared::new(BUDGET, ember.clone(), Kept::default());
         *shared.live.lock().unwrap() = Some(live);
         shared.settle_wanted.store(true, Relaxed);
         Round::new(&shared, &|_| {}).look().unwrap();

@@ -65,6 +65,7 @@ mod access;
 mod actions;
 mod age;
 mod backfill;
+mod cache_map;
 mod context;
 mod crash_loop;
 mod crash_recovery;

@@ -15,11 +15,12 @@ use hearth_recovery::fast_remount::WarmSources;
 use hearth_recovery::incarnation::Incarnation;
 use hearth_recovery::warm_reboot::{Phase, RebootContext};
 
-use super::memory_monitor::MemoryMonitor;
+use super::cache_map::CacheMapFile;
+use super::memory_monitor::{Kept, MemoryMonitor};
 use super::timeline::LastRecovery;
 use super::{Context, DRAIN_PATIENCE, MachineError, dump};
 use crate::config::{AdmissionMode, Config};
-use crate::event::{Event, MemoryMessage};
+use crate::event::{CacheMapSize, Event, MemoryMessage};
 
 /// The kept memory of dead guests, and its budget.
 pub struct WarmReboot {
@@ -29,6 +30,8 @@ pub struct WarmReboot {
     pub sources: Arc<WarmSources>,
     pub budget: Budget,
     pub monitor: MemoryMonitor,
+    /// What the next guest is told of the last one's page cache. None: nothing.
+    cache_map: Option<Arc<CacheMapFile>>,
 }
 
 impl WarmReboot {
@@ -39,13 +42,16 @@ impl WarmReboot {
         let boot_set = open_boot_set(context, &tagger)?;
         let sources = Arc::new(WarmSources { ember: ember.clone(), boot_set: boot_set.clone() });
         let budget = budget(config);
+        let cache_map = config.guest.refill.then(|| CacheMapFile::open(folder, config.guest.memory_bytes)).transpose();
+        let cache_map = cache_map.map_err(MachineError::CacheMap)?.map(Arc::new);
         let tell = context.outside.tell.clone();
-        let monitor = MemoryMonitor::start(&config.name, budget, ember.clone(), boot_set, move |message| {
+        let kept = Kept { boot_set, cache_map: cache_map.clone() };
+        let monitor = MemoryMonitor::start(&config.name, budget, ember.clone(), kept, move |message| {
             // Fails only when the loop has ended; then nobody needs the message.
             let _ = tell.send(Event::Memory(message));
         })
         .map_err(MachineError::MemoryMonitor)?;
-        Ok(Self { tagger, ember, sources, budget, monitor })
+        Ok(Self { tagger, ember, sources, budget, monitor, cache_map })
     }
 
     pub fn handle_memory(&self, context: &Context, recovery: &mut LastRecovery, message: MemoryMessage) {
@@ -58,6 +64,11 @@ impl WarmReboot {
                 recovery.phase_ended(context, Phase::Settle.name(), began, took);
                 context.record(EventKind::EmberSettled { released_bytes, remaining_pages: counts.remaining });
             }
+            MemoryMessage::CacheMap { read: Ok(CacheMapSize { pages, files, bytes }), took } => {
+                let duration_ms = took.as_secs_f64() * 1e3;
+                context.record(EventKind::CacheMapRead { pages, files, bytes, duration_ms });
+            }
+            MemoryMessage::CacheMap { read: Err(why), .. } => context.record(EventKind::CacheMapMissing { why }),
             MemoryMessage::Trimmed { bytes } => {
                 context.record(EventKind::EmberTrimmed { pages: bytes / PAGE_BYTES, bytes });
             }
@@ -75,6 +86,15 @@ impl WarmReboot {
     pub fn forget_disks(&self) {
         self.ember.extinguish();
         self.clear_boot_set();
+    }
+
+    /// Tells the next guest that there is a cache map, or that one is being made.
+    pub fn begin_cache_map(&self, has_memory: bool) {
+        let Some(file) = &self.cache_map else { return };
+        let written = if has_memory { file.set_pending() } else { file.set_empty() };
+        if let Err(error) = written {
+            tracing::warn!(%error, "cannot write the cache map for the next guest");
+        }
     }
 
     pub fn clear_boot_set(&self) {

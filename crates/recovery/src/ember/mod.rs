@@ -166,6 +166,13 @@ impl Ember {
         Ok(released_bytes)
     }
 
+    /// RAM and ledger of the youngest dead incarnation, if it is not settled: only until then is its kernel's own memory there.
+    pub fn youngest_unsettled(&self) -> Option<(Arc<RamFile>, Arc<Mutex<Ledger>>)> {
+        let sources = lock(&self.sources);
+        let youngest = sources.iter().rev().find(|source| source.trim_order.is_none())?;
+        Some((youngest.ram.clone(), youngest.ledger.clone()))
+    }
+
     fn unsettled(&self) -> Option<Claims> {
         let sources = lock(&self.sources);
         sources.iter().find(|source| source.trim_order.is_none()).map(Source::claims)

@@ -123,6 +123,10 @@ pub fn resolve(
     let crash = resolver.crash(typed.crash.unwrap_or_default(), name.as_deref().unwrap_or_default(), memory_bytes);
     let rejuvenate = typed.rejuvenate.map(|typed| resolver.rejuvenate(typed));
     let ember = if typed.ember.as_deref() == Some("off") { EmberMode::Off } else { EmberMode::On };
+    let refill = typed.refill.as_deref() == Some("on");
+    if refill && ember == EmberMode::Off {
+        resolver.problem("refill", "does not work with `ember = \"off\"`", "remove one of them");
+    }
     let boot = resolver.boot(typed.boot.unwrap_or_default(), !typed.disks.is_empty());
     let disks = resolver.disks(typed.disks);
     let machine = name.clone().unwrap_or_default();
@@ -132,7 +136,7 @@ pub fn resolve(
         resolver.problem("rejuvenate", message, "remove it, or set device = \"disk\"");
     }
     let nets = resolver.nets(typed.nets, &machine);
-    resolver.must_fit(disks.len(), nvram.len() + pmem.len(), nets.len());
+    resolver.must_fit(disks.len() + usize::from(refill), nvram.len() + pmem.len(), nets.len());
     let object_store = resolver.object_store(typed.object_store.unwrap_or_default());
     let guest_agent = typed.guest_agent.unwrap_or(false);
     let ready_sign = typed.remount.as_ref().and_then(|typed| typed.ready.clone());
@@ -160,6 +164,7 @@ pub fn resolve(
         boot: boot?,
         watchdog: typed.watchdog.map(watchdog_action),
         agent: guest_agent,
+        refill,
     };
     Some(Config {
         name: name?,

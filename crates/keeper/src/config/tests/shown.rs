@@ -21,6 +21,7 @@ fn shown() -> Value {
         "runtime_folder": "/tmp/runtime",
         "memory_folder": "/machines/memory/web",
         "ember": "on",
+        "refill": "off",
         "on_panic": "dump",
         "crash": {
             "dump_folder": "/machines/dumps",
