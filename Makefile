@@ -12,7 +12,7 @@ help: ## this list
 setup: toolchain ## install what is missing, make the guest images
 	@$(XTASK) setup
 
-build: toolchain ## the release binary, target/release/hearth
+build: toolchain ## target/release/hearth, and target/guest/refill/hearth-refill.deb for guests
 	@$(XTASK) build
 
 test: toolchain ## unit tests and VM tests (QEMU=10 runs the guests on QEMU 10)

@@ -6,6 +6,7 @@
  *   probe direct-randread FILE COUNT   the same with O_DIRECT
  *   probe fill FILE BYTES SEED         write a pattern file and fsync it
  *   probe verify FILE SEED             check it; the first bad offset is printed and the status is 1
+ *   probe cached FILE...               how many pages of the files are in the page cache, and how many there are
  *   probe drop-caches                  sync, then drop clean pages, dentries and inodes
  *   probe hog MIB                      allocate and dirty memory, print `hogging`, hold it until killed
  *   probe kexec KERNEL INITRD CMDLINE  go on with another kernel at once, as `kexec -l` and `kexec -e` do
@@ -206,6 +207,32 @@ static int verify(const char *path, uint64_t seed)
     return 0;
 }
 
+static int count_cached(char **files, int count)
+{
+    uint64_t cached = 0, all = 0;
+    for (int i = 0; i < count; i++) {
+        int fd = open(files[i], O_RDONLY);
+        struct stat file;
+        if (fd < 0 || fstat(fd, &file))
+            die("open", files[i]);
+        size_t pages = (file.st_size + BLOCK - 1) / BLOCK;
+        if (pages) {
+            void *map = mmap(NULL, file.st_size, PROT_READ, MAP_SHARED, fd, 0);
+            unsigned char *there = malloc(pages);
+            if (map == MAP_FAILED || !there || mincore(map, file.st_size, there))
+                die("look into", files[i]);
+            for (size_t page = 0; page < pages; page++)
+                cached += there[page] & 1;
+            free(there);
+            munmap(map, file.st_size);
+        }
+        all += pages;
+        close(fd);
+    }
+    printf("cached_pages=%" PRIu64 "\nall_pages=%" PRIu64 "\n", cached, all);
+    return 0;
+}
+
 static int drop_caches(void)
 {
     sync();
@@ -242,7 +269,7 @@ static int boot_kernel(const char *kernel, const char *initrd, const char *cmdli
 static int usage(void)
 {
     fprintf(stderr, "probe: read FILE [BLOCK] | read-all FILE... | randread FILE COUNT | direct-randread FILE COUNT | fill FILE BYTES SEED\n"
-                    "       verify FILE SEED | drop-caches | hog MIB | kexec KERNEL INITRD CMDLINE\n");
+                    "       verify FILE SEED | cached FILE... | drop-caches | hog MIB | kexec KERNEL INITRD CMDLINE\n");
     return 2;
 }
 
@@ -261,6 +288,8 @@ int main(int argc, char **argv)
         return fill(argv[2], number(argv[3]), number(argv[4]));
     if (!strcmp(verb, "verify") && argc == 4)
         return verify(argv[2], number(argv[3]));
+    if (!strcmp(verb, "cached") && argc >= 3)
+        return count_cached(argv + 2, argc - 2);
     if (!strcmp(verb, "drop-caches") && argc == 2)
         return drop_caches();
     if (!strcmp(verb, "hog") && argc == 3)

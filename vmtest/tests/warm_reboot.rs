@@ -4,10 +4,13 @@
 //! - `ways`: reboots that keep the cache, and those that do not.
 //! - `truth`: memory that differs from the disk is never served.
 //! - `budget`: memory never exceeds the machine's budget.
+//! - `refill`: the next guest's file cache is filled before it is asked for.
 //! - `shelf`: the files that these tests read.
 
 #[path = "warm_reboot/budget.rs"]
 mod budget;
+#[path = "warm_reboot/refill.rs"]
+mod refill;
 #[path = "warm_reboot/shelf.rs"]
 mod shelf;
 #[path = "warm_reboot/truth.rs"]

@@ -39,7 +39,7 @@ enum Chore {
     },
     /// Unpack QEMU 10 beside the installed one
     Qemu10,
-    /// Build the release binary
+    /// Build the release binary, and the package for guests
     Build,
     /// Check formatting, clippy and dependency rules
     Lint,
@@ -88,7 +88,10 @@ fn run(chore: Chore) -> Outcome {
         Chore::Setup => set_up()?,
         Chore::Guest { newer_kernel } => make_guests(newer_kernel)?,
         Chore::Qemu10 => guest::qemu10()?,
-        Chore::Build => shell::run(cargo().args(["build", "--release", "-p", "hearth"]))?,
+        Chore::Build => {
+            shell::run(cargo().args(["build", "--release", "-p", "hearth"]))?;
+            guest::refill()?;
+        }
         Chore::Lint => lint()?,
         Chore::Deny => deny::check()?,
         Chore::Test { filter } => return Ok(reported(&test(&filter)?)),

@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use super::modules::Modules;
-use super::{GuestError, probe, qemu_ga};
+use super::{GuestError, probe, qemu_ga, refill};
 use crate::cache::{self, CacheError, at};
 use crate::guest::kernel::Kernel;
 use crate::{paths, shell};
@@ -33,7 +33,7 @@ const TOOLS: [&str; 5] = ["mke2fs", "e2fsck", "debugfs", "mkfs.xfs", "xfs_repair
 /// Makes `busybox{suffix}/` with `vmlinuz`, `initrd`, `initrd-fio` and `initrd-agent`.
 pub fn ensure(kernel: Kernel) -> Result<(), GuestError> {
     let folder = paths::guest().join(format!("busybox{}", kernel.suffix));
-    let inputs = [
+    let own = [
         INIT,
         DHCP,
         NET_UP,
@@ -46,7 +46,7 @@ pub fn ensure(kernel: Kernel) -> Result<(), GuestError> {
         include_str!("modules.rs"),
         include_str!("qemu_ga.rs"),
     ];
-    cache::ensure(&folder, &inputs, |new| make(kernel, new))
+    cache::ensure(&folder, &[&own[..], &refill::SOURCES].concat(), |new| make(kernel, new))
 }
 
 fn make(kernel: Kernel, new: &Path) -> Result<(), GuestError> {
@@ -85,6 +85,7 @@ fn put_programs(tree: &Path) -> Result<(), GuestError> {
     copy(&static_busybox()?, &tree.join("bin/busybox"))?;
     at("link", tree, std::os::unix::fs::symlink("busybox", tree.join("bin/sh")))?;
     copy(&probe::ensure()?, &tree.join("bin/probe"))?;
+    copy(&refill::ensure()?.join(refill::PROGRAM), &tree.join("bin").join(refill::PROGRAM))?;
     let scripts = [
         ("init", INIT),
         ("bin/agent", AGENT),

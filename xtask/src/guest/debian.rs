@@ -10,7 +10,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use super::{GuestError, probe};
+use super::{GuestError, probe, refill};
 use crate::apt::{Apt, GUEST_RELEASE};
 use crate::cache::{self, at};
 use crate::{paths, shell};
@@ -31,19 +31,19 @@ enum Variant {
 
 /// Makes `debian/` with `root.img`, `vmlinuz` and `initrd`.
 pub fn ensure() -> Result<(), GuestError> {
-    let inputs = [AGENT, PACKAGES, BEFORE, AFTER, probe::SOURCE, include_str!("debian.rs")];
-    make("debian", &inputs, Variant::Web)
+    make("debian", &[AGENT, PACKAGES, BEFORE, AFTER], Variant::Web)
 }
 
 /// The same with a database: `debian-database/`.
 pub fn ensure_database() -> Result<(), GuestError> {
-    let inputs =
-        [AGENT, PACKAGES, DATABASE_PACKAGES, BEFORE, DATABASE, AFTER, probe::SOURCE, include_str!("debian.rs")];
+    let inputs = [AGENT, PACKAGES, DATABASE_PACKAGES, BEFORE, DATABASE, AFTER];
     make("debian-database", &inputs, Variant::WebAndDatabase)
 }
 
 fn make(name: &str, inputs: &[&str], variant: Variant) -> Result<(), GuestError> {
-    cache::ensure(&paths::guest().join(name), inputs, |new| {
+    let programs = [probe::SOURCE, include_str!("debian.rs")];
+    let inputs = [inputs, &programs, &refill::SOURCES].concat();
+    cache::ensure(&paths::guest().join(name), &inputs, |new| {
         let desk = Desk::set_up()?;
         let made = mmdebstrap(&desk.folder, variant).and_then(|()| collect(&desk.folder, new));
         desk.clear(made)
@@ -62,6 +62,8 @@ impl Desk {
         at("open up", &folder, fs::set_permissions(&folder, fs::Permissions::from_mode(0o777)))?;
         let probe = probe::ensure()?;
         at("copy", &probe, fs::copy(&probe, folder.join("probe")))?;
+        let package = refill::ensure()?.join(refill::PACKAGE);
+        at("copy", &package, fs::copy(&package, folder.join(refill::PACKAGE)))?;
         for (name, text) in [("agent", AGENT), ("before", BEFORE), ("database", DATABASE), ("after", AFTER)] {
             let file = folder.join(name);
             at("write", &file, fs::write(&file, text))?;

@@ -1,7 +1,7 @@
 //! Guest images: kernels, the busybox guest, the Debian guest, the newer QEMU.
 //!
-//! probe, kernel -> busybox initrd (tests)
-//! probe, kernel packages -> Debian image (demo, benches, tests with systemd); with a database (`make bench NAME=restore`)
+//! probe, refill, kernel -> busybox initrd (tests)
+//! probe, refill, kernel packages -> Debian image (demo, benches, tests with systemd); with a database (`make bench NAME=restore`)
 //! busybox guest, QEMUs -> root image of a host with KVM, for the busybox guest (`make test-nested`)
 //!
 //! Each is a folder under `target/guest/`, made once from the recipes in `guest/`, and made again when these change. Package
@@ -16,11 +16,13 @@ mod nested;
 mod probe;
 mod qemu10;
 mod qemu_ga;
+mod refill;
 
 pub use debian::ensure_database as debian_database;
 pub use kernel::{Kernel, NEWER, STABLE};
 pub use nested::ensure as nested_host;
 pub use qemu10::ensure as qemu10;
+pub use refill::ensure as refill;
 
 use crate::apt::AptError;
 use crate::cache::CacheError;

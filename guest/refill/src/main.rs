@@ -1,0 +1,44 @@
+//! `hearth-refill`: runs in a guest that has just booted, and reads ahead what the last guest had in its page cache.
+//!
+//! Hearth's disk -> cache map -> mounted file systems -> threads that read ahead
+//!
+//! The map is on a small read-only disk that the machine has with `refill = "on"`. Files are opened by the number of their inode, so
+//! none is looked up by name. The kernel reads the pages by itself, skips those that it already has, and puts them into the page
+//! cache as with any other read. So nothing here can make a file's content wrong.
+
+mod disk;
+mod handle;
+mod map;
+mod mounts;
+mod refill;
+
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    match run() {
+        Ok(text) => {
+            println!("{text}");
+            ExitCode::SUCCESS
+        }
+        Err(error) => {
+            eprintln!("hearth-refill: {}", with_causes(&error));
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run() -> Result<String, disk::DiskError> {
+    let Some(disk) = disk::find() else {
+        return Ok("this machine has no disk with a cache map: nothing to do".to_owned());
+    };
+    let Some(text) = disk::read_map(&disk)? else {
+        return Ok("there is nothing to bring back".to_owned());
+    };
+    let map = map::Map::parse(&text);
+    let mounts = mounts::find();
+    Ok(refill::refill(&map, &mounts).to_string())
+}
+
+fn with_causes(error: &dyn std::error::Error) -> String {
+    std::iter::successors(Some(error), |error| error.source()).map(ToString::to_string).collect::<Vec<_>>().join(": ")
+}

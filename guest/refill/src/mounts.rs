@@ -1,0 +1,92 @@
+//! Mounted file systems, by UUID.
+
+use std::collections::HashMap;
+use std::fs::{self, File};
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+/// A mounted file system: its kind, a folder of it, and its device.
+pub struct Mount {
+    pub kind: Kind,
+    pub root: File,
+    pub device: PathBuf,
+}
+
+/// File systems whose files are found by the number of their inode.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// ext2, ext3 and ext4.
+    Ext,
+    Xfs,
+}
+
+/// Part of the device that has the superblock.
+const SUPERBLOCK_BYTES: usize = 4096;
+/// Magic number and UUID of `struct ext4_super_block`, which begins at 1024.
+const EXT_MAGIC: (usize, [u8; 2]) = (1024 + 0x38, [0x53, 0xef]);
+const EXT_UUID: usize = 1024 + 0x68;
+/// The same of `struct xfs_dsb`.
+const XFS_MAGIC: (usize, [u8; 4]) = (0, *b"XFSB");
+const XFS_UUID: usize = 32;
+
+/// Finds the file systems that are mounted now, by UUID as 32 hexadecimal digits.
+pub fn find() -> HashMap<String, Mount> {
+    let text = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
+    text.lines().filter_map(mount).collect()
+}
+
+fn mount(line: &str) -> Option<(String, Mount)> {
+    let (device_number, mount_point) = parse(line)?;
+    let uevent = fs::read_to_string(format!("/sys/dev/block/{device_number}/uevent")).ok()?;
+    let device = Path::new("/dev").join(uevent.lines().find_map(|line| line.strip_prefix("DEVNAME="))?);
+    let mut superblock = vec![0; SUPERBLOCK_BYTES];
+    File::open(&device).ok()?.read_exact_at(&mut superblock, 0).ok()?;
+    let (kind, uuid) = identify(&superblock)?;
+    Some((uuid, Mount { kind, root: File::open(mount_point).ok()?, device }))
+}
+
+/// Number of the device, and where it is mounted.
+fn parse(line: &str) -> Option<(&str, String)> {
+    let mut words = line.split(' ');
+    let device = words.nth(2)?;
+    let mount_point = words.nth(1)?;
+    Some((device, unescaped(mount_point)))
+}
+
+/// The kernel writes blanks and the like as three octal digits.
+fn unescaped(text: &str) -> String {
+    [("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\")]
+        .iter()
+        .fold(text.to_owned(), |text, (code, plain)| text.replace(code, plain))
+}
+
+fn identify(superblock: &[u8]) -> Option<(Kind, String)> {
+    let hex = |at: usize| superblock[at..at + 16].iter().map(|byte| format!("{byte:02x}")).collect();
+    if superblock[EXT_MAGIC.0..].starts_with(&EXT_MAGIC.1) {
+        return Some((Kind::Ext, hex(EXT_UUID)));
+    }
+    superblock[XFS_MAGIC.0..].starts_with(&XFS_MAGIC.1).then(|| (Kind::Xfs, hex(XFS_UUID)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn mount_points_are_unescaped() {
+        let line = "25 1 254:1 / /srv/two\\040words rw,noatime shared:1 - ext4 /dev/vda1 rw";
+        assert_eq!(parse(line), Some(("254:1", "/srv/two words".to_owned())));
+        assert_eq!(parse("25 1"), None);
+    }
+
+    #[test]
+    fn file_systems_are_known_by_their_superblock() {
+        let mut block = vec![0; SUPERBLOCK_BYTES];
+        assert_eq!(identify(&block), None);
+        block[..4].copy_from_slice(b"XFSB");
+        block[32] = 0xab;
+        assert_eq!(identify(&block), Some((Kind::Xfs, format!("ab{}", "0".repeat(30)))));
+        block[0x438..0x43a].copy_from_slice(&[0x53, 0xef]);
+        assert_eq!(identify(&block).map(|(kind, _)| kind), Some(Kind::Ext));
+    }
+}

@@ -1,0 +1,146 @@
+//! Refill: the files that the last guest had cached are in the next guest's cache before anybody reads them.
+
+use std::time::{Duration, Instant};
+
+use hearth_api::EventKind;
+use hearth_vmtest::{Drives, Result, TestVm, TestVmBuilder, event, patience};
+
+use crate::shelf::{CHANGED, Reads, SHELF, change, hog, mount, names, verify};
+
+fn machine(name: &str) -> TestVmBuilder {
+    with_refill(TestVm::busybox(name)).disk(SHELF.ext4())
+}
+
+fn with_refill(builder: TestVmBuilder) -> TestVmBuilder {
+    builder.memory_mib(512).setting("refill", "on")
+}
+
+/// Boots a guest that has read all files, and makes it end; the next one has mounted its disk.
+fn reborn(builder: TestVmBuilder, end: fn(&TestVm) -> Result<()>) -> Result<TestVm> {
+    let vm = builder.boot()?;
+    SHELF.verify(&vm)?;
+    end(&vm)?;
+    vm.wait_incarnation(2)?;
+    mount(&vm, "rw")?;
+    Ok(vm)
+}
+
+/// Runs the helper, and waits until what it has asked for has arrived.
+fn refill(vm: &TestVm) -> Result<String> {
+    let before = Reads::of(vm)?;
+    let said = vm.sh("hearth-refill")?;
+    let deadline = Instant::now() + patience(20);
+    loop {
+        let read = Reads::of(vm)?.since(before);
+        if read.warm_bytes + read.image_bytes >= SHELF.bytes() {
+            return Ok(said);
+        }
+        assert!(Instant::now() < deadline, "{read:?}, and the helper says: {said}");
+        std::thread::sleep(Duration::from_millis(50));
+    }
+}
+
+#[track_caller]
+fn assert_cached(vm: &TestVm) -> Result<()> {
+    let read = SHELF.verify_counted(vm, Reads::of(vm)?)?;
+    assert!(read.warm_bytes + read.image_bytes <= SHELF.bytes() / 50, "all files are in the cache: {read:?}");
+    Ok(())
+}
+
+fn is_refilled_after(builder: TestVmBuilder, end: fn(&TestVm) -> Result<()>) -> Result<()> {
+    let vm = reborn(builder, end)?;
+    vm.wait_event("the cache map", event!(CacheMapRead { pages, .. } if pages >= SHELF.pages()))?;
+    let before = Reads::of(&vm)?;
+    refill(&vm)?;
+    let read = Reads::of(&vm)?.since(before);
+    assert!(read.image_bytes <= SHELF.bytes() / 50, "the host's memory has the files: {read:?}");
+    assert_cached(&vm)
+}
+
+#[test]
+fn files_of_ext4_are_cached_after_a_panic() -> Result<()> {
+    is_refilled_after(machine("ext4"), Drives::panic)
+}
+
+#[test]
+fn files_of_xfs_are_cached_after_a_sudden_reboot() -> Result<()> {
+    is_refilled_after(with_refill(TestVm::busybox("xfs")).disk(SHELF.xfs()), |vm| {
+        vm.guest().start("reboot -f").map(drop)
+    })
+}
+
+#[test]
+fn files_are_cached_after_the_death_of_qemu_with_linux_6_12() -> Result<()> {
+    let builder = with_refill(TestVm::busybox_on_linux_6_12("newer")).disk(SHELF.ext4());
+    is_refilled_after(builder, TestVm::kill_qemu)
+}
+
+#[test]
+fn files_that_have_changed_since_are_read_as_they_are() -> Result<()> {
+    let vm = reborn(machine("changed"), Drives::panic)?;
+    change(&vm, 0..4)?;
+    vm.sh(&format!("cd /mnt && rm {} && truncate -s 5000 f010 && mv f011 f012", names(4..8)))?;
+    vm.sh("hearth-refill")?;
+    verify(&vm, 0..4, CHANGED)?;
+    verify(&vm, 13..SHELF.files, crate::shelf::ORIGINAL)
+}
+
+#[test]
+fn nothing_is_read_where_memory_is_full() -> Result<()> {
+    let vm = reborn(machine("full"), Drives::panic)?;
+    hog(&vm)?;
+    let said = vm.sh("hearth-refill")?;
+    assert!(said.contains("stopped because memory is full"), "{said}");
+    Ok(())
+}
+
+#[test]
+fn first_and_cold_boots_have_nothing_to_read() -> Result<()> {
+    let vm = machine("cold").boot()?;
+    let said = vm.sh("hearth-refill")?;
+    assert!(said.contains("nothing to bring back"), "after a first boot: {said}");
+    vm.reboot_cold()?;
+    vm.wait_incarnation(2)?;
+    let said = vm.sh("hearth-refill")?;
+    assert!(said.contains("nothing to bring back"), "after a cold reboot: {said}");
+    let has_map = |event: &EventKind| matches!(event, EventKind::CacheMapRead { .. });
+    assert!(!vm.events().iter().any(|record| has_map(&record.event)));
+    Ok(())
+}
+
+#[test]
+fn machines_without_refill_have_no_map() -> Result<()> {
+    let vm = TestVm::busybox("off").running()?;
+    let said = vm.sh("hearth-refill")?;
+    assert!(said.contains("nothing to do"), "{said}");
+    Ok(())
+}
+
+/// The disk is there for the guest's next QEMU, too, and for a keeper that takes over.
+#[test]
+fn map_outlives_qemu_and_keeper() -> Result<()> {
+    let vm = reborn(machine("hops"), Drives::panic)?;
+    vm.wait_event("the cache map", event!(CacheMapRead))?;
+    vm.rejuvenate()?;
+    vm.kill_keeper()?;
+    vm.restart_keeper()?;
+    vm.wait_event("take-over", event!(KeeperTookOver))?;
+    vm.wait_running()?;
+    refill(&vm)?;
+    assert_cached(&vm)
+}
+
+/// With systemd, from the package: nobody has to start anything.
+#[test]
+fn unit_reads_files_back_by_itself() -> Result<()> {
+    const FILES: &str = "/var/www/html/files/0*.bin";
+    let vm = TestVm::debian("unit").cpus(2).setting("refill", "on").boot()?;
+    vm.sh(&format!("cat {FILES} >/dev/null"))?;
+    vm.panic()?;
+    vm.wait_incarnation(2)?;
+    vm.sh("until ! systemctl is-active -q hearth-refill; do sleep 0.2; done")?;
+    let cached = vm.run(&format!("probe cached {FILES}"))?;
+    let figure = |name| cached.number(name).expect("the probe prints it");
+    assert!(figure("cached_pages") >= figure("all_pages") * 0.95, "{}", cached.text());
+    Ok(())
+}
