@@ -48,6 +48,7 @@ pub fn live(image: &Path, warm: bool, profile: Profile, progress: &Progress) -> 
         accelerator: "auto",
         rate: profile.rate(),
         warm,
+        refill: false,
     })?;
     // This wait comes first, because its error shows the console of a guest that does not boot.
     machine.wait_agent(1)?;

@@ -51,9 +51,9 @@ impl Guest {
     pub fn serve(self) -> Option<&'static str> {
         match self {
             Guest::Debian => None,
-            Guest::Busybox => {
-                Some("mkdir -p /d && (mount /dev/vda /d || mount -o dax /dev/pmem0 /d) && net-up && httpd -h /d -p 80")
-            }
+            Guest::Busybox => Some(
+                "mkdir -p /d && (mount /dev/vda /d || mount -o dax /dev/pmem0 /d) && net-up && httpd -h /d -p 80 && { hearth-refill >/dev/null & }",
+            ),
         }
     }
 

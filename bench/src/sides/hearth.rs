@@ -20,6 +20,8 @@ pub struct HearthOptions<'a> {
     pub rate: Option<DiskRate>,
     /// Whether memory survives a guest: the ember, and the boot set (`[remount]`).
     pub warm: bool,
+    /// Whether the next guest brings its file cache back.
+    pub refill: bool,
 }
 
 /// Limit of every boot set; the mounts of 400 volumes read less than two thirds of it.
@@ -52,6 +54,7 @@ impl HearthMachine {
     pub fn start(options: &HearthOptions<'_>) -> Result<Self> {
         let builder = options.guest.machine(limited(Disk::in_place(options.image), options.rate)).http();
         let builder = if options.warm { with_boot_set(builder) } else { builder.without_ember() };
+        let builder = if options.refill { builder.setting("refill", "on") } else { builder };
         let vm = builder.setting("accelerator", options.accelerator).start()?;
         Ok(HearthMachine { vm, has_boot_set: options.warm })
     }

@@ -24,6 +24,8 @@ pub use rig::{Rig, RigError, copy_root};
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stack {
     Hearth,
+    /// Hearth, and the next guest brings its file cache back (`refill`).
+    HearthRefill,
     /// QEMU alone, `cache=none,aio=io_uring`, as is usual in production.
     QemuDirect,
     /// QEMU alone, `cache=writeback`: the host's page cache survives the guest, and costs memory beyond the guest's.
@@ -46,16 +48,23 @@ pub enum Way {
 }
 
 impl Stack {
-    pub const ALL: [Stack; 5] = [Stack::Hearth, Stack::QemuDirect, Stack::QemuHostCache, Stack::PmemDax, Stack::Ram];
+    pub const ALL: [Stack; 6] =
+        [Stack::Hearth, Stack::HearthRefill, Stack::QemuDirect, Stack::QemuHostCache, Stack::PmemDax, Stack::Ram];
 
     pub fn name(self) -> &'static str {
         match self {
             Stack::Hearth => "hearth",
+            Stack::HearthRefill => "hearth-refill",
             Stack::QemuDirect => "qemu-direct",
             Stack::QemuHostCache => "qemu-host-cache",
             Stack::PmemDax => "pmem-dax",
             Stack::Ram => "ram",
         }
+    }
+
+    /// Whether a keeper runs the machine.
+    pub fn is_hearth(self) -> bool {
+        matches!(self, Stack::Hearth | Stack::HearthRefill)
     }
 
     pub fn ways(self) -> &'static [Way] {
@@ -114,8 +123,11 @@ mod tests {
     fn each_side_has_its_own_name() {
         let sides = Stack::ALL.iter().flat_map(|stack| stack.ways().iter().map(|way| stack.side(*way)));
         let mut sides: Vec<String> = sides.collect();
-        assert_eq!(sides, ["hearth-warm", "hearth-cold", "qemu-direct", "qemu-host-cache", "pmem-dax", "ram"]);
+        assert_eq!(
+            sides,
+            ["hearth-warm", "hearth-cold", "hearth-refill", "qemu-direct", "qemu-host-cache", "pmem-dax", "ram"]
+        );
         sides.dedup();
-        assert_eq!(sides.len(), 6);
+        assert_eq!(sides.len(), 7);
     }
 }

@@ -176,8 +176,9 @@ fn start(
 ) -> Result<Box<dyn Machine>, RigError> {
     let failed = |source| RigError::Start { stack: stack.name(), source };
     match stack {
-        Stack::Hearth => {
-            let options = HearthOptions { guest, image, accelerator: accelerator.name(), rate, warm: true };
+        Stack::Hearth | Stack::HearthRefill => {
+            let refill = stack == Stack::HearthRefill;
+            let options = HearthOptions { guest, image, accelerator: accelerator.name(), rate, warm: true, refill };
             Ok(Box::new(HearthMachine::start(&options).map_err(failed)?))
         }
         _ => Ok(Box::new(PlainMachine::start(guest, stack, image, accelerator, rate).map_err(failed)?)),

@@ -95,7 +95,7 @@ fn leave_out_unless_hearth(
     record: &mut Record,
 ) -> Result<(), WarmRebootError> {
     match measured {
-        Err(error) if stack != Stack::Hearth => {
+        Err(error) if !stack.is_hearth() => {
             let why = format!("{}@{}: {}", stack.name(), profile.name(), crate::chain(&error));
             eprintln!("warm-reboot: left out: {why}");
             record.left_out.push(why);

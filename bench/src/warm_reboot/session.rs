@@ -160,6 +160,7 @@ impl<'a> Session<'a> {
         at_service: u64,
         record: &mut Record,
     ) -> Result<(), WarmRebootError> {
+        let refilled_pct = self.cached_pct()?;
         let first = self.read_all()?;
         let mib = |from: u64, to: u64| to.saturating_sub(from) as f64 / MIB;
         let (for_files, for_boot) = (mib(at_service, self.read_bytes()?), mib(read_before, at_service));
@@ -167,6 +168,7 @@ impl<'a> Session<'a> {
         eprintln!(
             "warm-reboot: {case}: files at {first:.0}, then {second:.0} MiB/s; {for_files:.1} MiB from the disk for them, {for_boot:.1} for the boot"
         );
+        record.add(case, "cached_before_read_pct", "%", refilled_pct);
         record.add(case, "read_first_mib_s", "MiB/s", first);
         record.add(case, "read_second_mib_s", "MiB/s", second);
         record.add(case, "disk_read_after_mib", "MiB", for_files);
@@ -251,6 +253,18 @@ impl<'a> Session<'a> {
         let none =
             || WarmRebootError::NoFigure { side: self.stack.name().to_owned(), command: command.clone(), figure };
         output.number(figure).ok_or_else(none)
+    }
+
+    /// The part of the files that is in the guest's page cache.
+    fn cached_pct(&self) -> Result<f64, WarmRebootError> {
+        let command = format!("probe cached {}", self.shape.guest.files());
+        let output = self.machine.run_within(&command, patience(60)).map_err(|error| self.machine_error(error))?;
+        let figure = |figure: &'static str| {
+            let none =
+                || WarmRebootError::NoFigure { side: self.stack.name().to_owned(), command: command.clone(), figure };
+            output.number(figure).ok_or_else(none)
+        };
+        Ok(figure("cached_pages")? / figure("all_pages")? * 100.0)
     }
 
     fn read_bytes(&self) -> Result<u64, WarmRebootError> {

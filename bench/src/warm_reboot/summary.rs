@@ -21,7 +21,7 @@ fn summarise_profile(record: &mut Record, profile: Profile) {
     let of = |record: &Record, side: &str, metric: &str| record.median(&format!("{side}@{}", profile.name()), metric);
     let before = of(record, "hearth-warm", "read_before_mib_s");
     record.summarise(&profile.key("read_before_mib_s"), before);
-    for way in ["warm", "cold"] {
+    for way in ["warm", "cold", "refill"] {
         let side = format!("hearth-{way}");
         let first = of(record, &side, "read_first_mib_s");
         let degraded = before.zip(first).map(|(before, first)| degradation_pct(before, first));
@@ -39,6 +39,8 @@ fn summarise_profile(record: &mut Record, profile: Profile) {
     let (warm, ram) = (of(record, "hearth-warm", "boot_s"), ram_boot_s(record));
     record.summarise(&profile.key("boot_ram_s"), ram);
     record.summarise(&profile.key("boot_warm_over_ram"), ratio(warm, ram));
+    let refill = of(record, "hearth-refill", "boot_s");
+    record.summarise(&profile.key("boot_refill_over_warm"), ratio(refill, warm));
     for stack in [Stack::QemuDirect, Stack::QemuHostCache, Stack::PmemDax, Stack::Ram] {
         let key = format!("web_degradation_{}_pct", stack.name().replace('-', "_"));
         record.summarise(&profile.key(&key), of(record, stack.name(), "web_degradation_pct"));
