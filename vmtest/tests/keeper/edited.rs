@@ -46,6 +46,7 @@ const NEXT_START: &[Change] = &[
     ("disks.disk0.read_only", |file| put(item(file, "disks"), "read_only", true)),
     ("disks.disk0.serial", |file| put(item(file, "disks"), "serial", "another")),
     ("disks.disk0.queues", |file| put(item(file, "disks"), "queues", 1)),
+    ("refill", |file| put(file, "refill", "on")),
     ("nvram", |file| {
         file.insert("nvram".into(), vec![Value::Table([("size".into(), "16MiB".into())].into_iter().collect())].into());
     }),

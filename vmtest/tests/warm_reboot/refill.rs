@@ -116,6 +116,19 @@ fn machines_without_refill_have_no_map() -> Result<()> {
     Ok(())
 }
 
+#[test]
+fn restored_machine_gets_its_map_at_its_next_boot() -> Result<()> {
+    let vm = machine("restored").running()?;
+    let said = vm.sh("hearth-refill")?;
+    assert!(said.contains("nothing to bring back"), "{said}");
+    SHELF.verify(&vm)?;
+    vm.panic()?;
+    vm.wait_incarnation(2)?;
+    mount(&vm, "rw")?;
+    refill(&vm)?;
+    assert_cached(&vm)
+}
+
 /// The disk is there for the guest's next QEMU, too, and for a keeper that takes over.
 #[test]
 fn map_outlives_qemu_and_keeper() -> Result<()> {

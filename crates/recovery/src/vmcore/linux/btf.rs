@@ -17,13 +17,17 @@ const MAGIC: [u8; 4] = [0x9f, 0xeb, 1, 0];
 const HEADER_BYTES: usize = 24;
 const HEADER_BYTES_MAX: u32 = 256;
 /// A kernel has some megabytes of types, a module's table is much smaller.
-const TYPES_BYTES: std::ops::RangeInclusive<u32> = 256 << 10..=64 << 20;
-const NAMES_BYTES_MAX: u32 = 64 << 20;
+const TYPES_BYTES: std::ops::RangeInclusive<u32> = 256 << 10..=16 << 20;
+const NAMES_BYTES_MAX: u32 = 16 << 20;
+/// Tables that are read before the search is given up: a guest may have made its memory full of them.
+const TABLES_MAX: u32 = 8;
 /// Code and read-only data of a kernel are smaller.
 const SEARCH_BYTES: u64 = 256 << 20;
 const CHUNK_BYTES: usize = 1 << 20;
 /// Nesting of members that have no name, and of `const` and the like.
 const DEPTH_MAX: u32 = 16;
+/// Members that are looked at for one name. No structure of a kernel has as many, with all that is nested in it.
+const MEMBERS_MAX: u32 = 1 << 16;
 const WORD: usize = 4;
 const TYPE_WORDS: usize = 3;
 
@@ -72,13 +76,15 @@ impl Btf {
     pub fn find<M: PhysicalMemory>(space: &AddressSpace<'_, M>, vmcoreinfo: &Vmcoreinfo) -> Option<Self> {
         let start = vmcoreinfo.symbol("_stext")?;
         let mut chunk = vec![0; CHUNK_BYTES + HEADER_BYTES];
-        let mut at = start;
+        let (mut at, mut tables) = (start, 0);
         while at - start < SEARCH_BYTES {
             space.read_pieces(at, &mut chunk, |_, _| {});
             let found = (0..CHUNK_BYTES).step_by(WORD).filter(|offset| chunk[*offset..].starts_with(&MAGIC));
             for offset in found {
-                let table = Header::parse(&chunk[offset..]).and_then(|header| header.read(space, at + offset as u64));
-                if table.is_some() {
+                let Some(header) = Header::parse(&chunk[offset..]) else { continue };
+                let table = header.read(space, at + offset as u64);
+                tables += 1;
+                if table.is_some() || tables == TABLES_MAX {
                     return table;
                 }
             }
@@ -103,7 +109,8 @@ impl Btf {
         let mut within = self.structure(structure)?;
         let mut offset = 0;
         for name in path.split('.') {
-            let (member_offset, member) = self.member(within, name, DEPTH_MAX)?;
+            let mut members_left = MEMBERS_MAX;
+            let (member_offset, member) = self.member(within, name, DEPTH_MAX, &mut members_left)?;
             offset += member_offset;
             within = self.plain(member)?;
         }
@@ -127,11 +134,12 @@ impl Btf {
     }
 
     /// Offset and number of the type of a member, also of one within a member that has no name.
-    fn member(&self, within: Type<'_>, name: &str, depth: u32) -> Option<(u64, u32)> {
+    fn member(&self, within: Type<'_>, name: &str, depth: u32, members_left: &mut u32) -> Option<(u64, u32)> {
         if within.kind != kind::STRUCT && within.kind != kind::UNION {
             return None;
         }
         for entry in within.entries.chunks_exact(3 * WORD) {
+            *members_left = members_left.checked_sub(1)?;
             let (entry_name, entry_type, place) = (word(entry, 0)?, word(entry, 1)?, word(entry, 2)?);
             let bits = if within.has_bit_sizes { place & 0x00ff_ffff } else { place };
             let offset = u64::from(bits / 8);
@@ -139,7 +147,8 @@ impl Btf {
                 return Some((offset, entry_type));
             }
             if entry_name == 0 && depth > 0 {
-                let inner = self.plain(entry_type).and_then(|inner| self.member(inner, name, depth - 1));
+                let inner = self.plain(entry_type);
+                let inner = inner.and_then(|inner| self.member(inner, name, depth - 1, members_left));
                 if let Some((inner_offset, member)) = inner {
                     return Some((offset + inner_offset, member));
                 }
@@ -363,8 +372,12 @@ mod tests {
         let mut table = Table::new();
         table.constant(1);
         table.structure("loop", &[("", 2, 0), ("", 1, 0)]);
+        let many = [("", 4, 0); 2000];
+        table.structure("many", &many);
+        table.structure("", &many);
         let btf = parse(&table.finish()).unwrap();
         assert_eq!(btf.offset_of("loop", "none"), None);
+        assert_eq!(btf.offset_of("many", "none"), None, "2000 to the 16th members are not looked at");
     }
 
     proptest! {
