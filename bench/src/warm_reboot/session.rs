@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use hearth_vmtest::{patience, residency};
+use hearth_vmtest::{Output, patience, residency};
 
 use super::{Shape, WarmRebootError, targets};
 use crate::host::profile::Profile;
@@ -249,9 +249,13 @@ impl<'a> Session<'a> {
         let command = format!("probe read-all {}", self.shape.guest.files());
         let limit = Duration::from_secs(300);
         let output = self.machine.run_within(&command, limit).map_err(|error| self.machine_error(error))?;
-        let figure = "mib_per_second";
-        let none =
-            || WarmRebootError::NoFigure { side: self.stack.name().to_owned(), command: command.clone(), figure };
+        self.figure(&output, &command, "mib_per_second")
+    }
+
+    /// A figure that a command of the guest has printed.
+    fn figure(&self, output: &Output, command: &str, figure: &'static str) -> Result<f64, WarmRebootError> {
+        let side = || self.stack.name().to_owned();
+        let none = || WarmRebootError::NoFigure { side: side(), command: command.to_owned(), figure };
         output.number(figure).ok_or_else(none)
     }
 
@@ -259,11 +263,7 @@ impl<'a> Session<'a> {
     fn cached_pct(&self) -> Result<f64, WarmRebootError> {
         let command = format!("probe cached {}", self.shape.guest.files());
         let output = self.machine.run_within(&command, patience(60)).map_err(|error| self.machine_error(error))?;
-        let figure = |figure: &'static str| {
-            let none =
-                || WarmRebootError::NoFigure { side: self.stack.name().to_owned(), command: command.clone(), figure };
-            output.number(figure).ok_or_else(none)
-        };
+        let figure = |name| self.figure(&output, &command, name);
         Ok(figure("cached_pages")? / figure("all_pages")? * 100.0)
     }
 

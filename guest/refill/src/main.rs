@@ -21,7 +21,7 @@ fn main() -> ExitCode {
             ExitCode::SUCCESS
         }
         Err(error) => {
-            eprintln!("hearth-refill: {}", with_causes(&error));
+            eprintln!("hearth-refill: {}", error_text::chain(&error));
             ExitCode::FAILURE
         }
     }
@@ -37,8 +37,4 @@ fn run() -> Result<String, disk::DiskError> {
     let map = map::Map::parse(&text);
     let mounts = mounts::find();
     Ok(refill::refill(&map, &mounts).to_string())
-}
-
-fn with_causes(error: &dyn std::error::Error) -> String {
-    std::iter::successors(Some(error), |error| error.source()).map(ToString::to_string).collect::<Vec<_>>().join(": ")
 }

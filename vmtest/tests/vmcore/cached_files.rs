@@ -51,9 +51,7 @@ fn check(kernel: Kernel, kind: &Kind) -> Result<()> {
         Ok(())
     })?;
     let uuid = &std::fs::read(&image).unwrap()[kind.uuid_at..kind.uuid_at + 16];
-    let began = std::time::Instant::now();
     let cache = Linux::find(&dead.ram, &dead.notes).unwrap().page_cache().unwrap();
-    eprintln!("{} runs of {} files in {:?}", cache.runs.len(), cache.files.len(), began.elapsed());
     assert_eq!(cache.unknown_pages, 0);
     let system = cache.file_systems.iter().position(|system| system.kind == kind.name).unwrap();
     assert_eq!(cache.file_systems[system].uuid, *uuid);

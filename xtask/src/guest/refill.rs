@@ -15,7 +15,7 @@ const BEFORE_REMOVAL: &str = include_str!("../../../guest/refill/debian/prerm");
 const UNIT: &str = include_str!("../../../guest/refill/hearth-refill.service");
 
 /// What the package is made from, as the stamp of everything that has it.
-pub const SOURCES: [&str; 12] = [
+pub const SOURCES: [&str; 13] = [
     CONTROL,
     AFTER_INSTALL,
     BEFORE_REMOVAL,
@@ -27,6 +27,7 @@ pub const SOURCES: [&str; 12] = [
     include_str!("../../../guest/refill/src/map.rs"),
     include_str!("../../../guest/refill/src/mounts.rs"),
     include_str!("../../../guest/refill/src/refill.rs"),
+    include_str!("../../../crates/error-text/src/lib.rs"),
     include_str!("refill.rs"),
 ];
 

@@ -78,8 +78,16 @@ impl CacheMapFile {
         self.is_pending.load(Relaxed)
     }
 
+    /// Tells the next guest that a map is being made, or that there is none.
+    pub fn begin(&self, comes: bool) {
+        let written = if comes { self.set_pending() } else { self.set_empty() };
+        if let Err(error) = written {
+            tracing::warn!(%error, "cannot write the cache map for the next guest");
+        }
+    }
+
     /// There is no map for the next guest.
-    pub fn set_empty(&self) -> io::Result<()> {
+    fn set_empty(&self) -> io::Result<()> {
         self.is_pending.store(false, Relaxed);
         self.put_header("empty")?;
         // Gives the last map's memory back.
@@ -88,7 +96,7 @@ impl CacheMapFile {
     }
 
     /// A map is being made.
-    pub fn set_pending(&self) -> io::Result<()> {
+    fn set_pending(&self) -> io::Result<()> {
         self.set_empty()?;
         self.is_pending.store(true, Relaxed);
         self.put_header("pending")
@@ -113,12 +121,11 @@ pub fn begin_reading(file: &Option<Arc<CacheMapFile>>, ember: &Arc<Ember>) -> Op
     let file = file.as_ref().filter(|file| file.is_pending())?;
     let (of_thread, ember) = (file.clone(), ember.clone());
     let thread = std::thread::Builder::new().name("cache-map".to_owned()).spawn(move || read(&of_thread, &ember));
-    thread.inspect_err(|error| tracing::warn!(%error, "cannot start the thread that reads the cache map")).ok().or_else(
-        || {
-            give_up(file);
-            None
-        },
-    )
+    let failed = |error| {
+        tracing::warn!(%error, "cannot start the thread that reads the cache map");
+        file.begin(false);
+    };
+    thread.map_err(failed).ok()
 }
 
 fn read(file: &CacheMapFile, ember: &Ember) -> MemoryMessage {
@@ -130,15 +137,9 @@ fn read(file: &CacheMapFile, ember: &Ember) -> MemoryMessage {
         Ok(CacheMapSize { pages: map.pages(), files: map.files(), bytes: map.text().len() as u64 })
     });
     if read.is_err() {
-        give_up(file);
+        file.begin(false);
     }
     MemoryMessage::CacheMap { read, took: began.elapsed() }
-}
-
-fn give_up(file: &CacheMapFile) {
-    if let Err(error) = file.set_empty() {
-        tracing::warn!(%error, "cannot write the cache map for the next guest");
-    }
 }
 
 fn path(memory_folder: &Path) -> PathBuf {

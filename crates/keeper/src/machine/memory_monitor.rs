@@ -320,8 +320,10 @@ impl<'a> Round<'a> {
         if !self.settles || self.reading.as_ref().is_some_and(|reading| !reading.is_finished()) {
             return Ok(None);
         }
-        if let Some(Ok(message)) = self.reading.take().map(JoinHandle::join) {
-            (self.tell)(message);
+        match self.reading.take().map(JoinHandle::join) {
+            Some(Ok(message)) => (self.tell)(message),
+            Some(Err(_)) => tracing::error!("the thread that reads the cache map panicked"),
+            None => {}
         }
         self.settles = false;
         self.settle().map(Some)

@@ -1,8 +1,8 @@
 //! Rejuvenation of a machine: phases, journal, and which QEMU is ended when. `hearth_recovery` describes the phases.
 //!
-//! launch (a job, which also prepares both QEMUs) -> admit -> (journal: a hop) -> prepare -> hand -> (journal: committed) -> resume -> retire
+//! launch (a job) -> admit -> (journal: a hop) -> prepare -> hand -> (journal: committed) -> resume -> retire
 //!
-//! While the new QEMU is starting the loop goes on. An order of the operator and a crash or the end of the guest come first: the
+//! The job also prepares both QEMUs. While the new QEMU is starting the loop goes on. An order of the operator and a crash or the end of the guest come first: the
 //! hop is given up (`give_up_hop`). What else would disturb it is refused (`must_not_hop`).
 //!
 //! From `admit` to `resume` the loop stands still, but for the guest: what either QEMU says is handled afterwards, and of the one

@@ -90,10 +90,8 @@ impl WarmReboot {
 
     /// Tells the next guest that there is a cache map, or that one is being made.
     pub fn begin_cache_map(&self, has_memory: bool) {
-        let Some(file) = &self.cache_map else { return };
-        let written = if has_memory { file.set_pending() } else { file.set_empty() };
-        if let Err(error) = written {
-            tracing::warn!(%error, "cannot write the cache map for the next guest");
+        if let Some(file) = &self.cache_map {
+            file.begin(has_memory);
         }
     }
 

@@ -8,6 +8,7 @@
 
 use std::collections::HashMap;
 
+use super::super::bytes::u64_at;
 use super::super::level::DumpLevel;
 use super::super::memory::PhysicalMemory;
 use super::address_space::is_kernel_address;
@@ -103,9 +104,8 @@ pub fn read<M: PhysicalMemory>(
         space,
         rules,
         fields,
-        file_numbers: HashMap::new(),
-        system_numbers: HashMap::new(),
-        files_max: items_max(memory, PAGES_PER_FILE),
+        file_numbers: Numbers::new(items_max(memory, PAGES_PER_FILE)),
+        system_numbers: Numbers::new(FILE_SYSTEMS_MAX),
         runs_max: items_max(memory, PAGES_PER_RUN),
         found: PageCache::default(),
     };
@@ -180,13 +180,40 @@ struct Reader<'a, 'm, M> {
     space: &'a AddressSpace<'m, M>,
     rules: Rules,
     fields: Fields,
-    /// Numbers of files, by the address of their mapping; `None` if it makes no sense.
-    file_numbers: HashMap<u64, Option<u32>>,
+    /// Numbers of files, by the address of their mapping.
+    file_numbers: Numbers,
     /// Numbers of file systems, by their address.
-    system_numbers: HashMap<u64, Option<u32>>,
-    files_max: usize,
+    system_numbers: Numbers,
     runs_max: usize,
     found: PageCache,
+}
+
+/// Numbers of what was read, by address: a structure that many pages lead to is read once.
+struct Numbers {
+    by_address: HashMap<u64, Option<u32>>,
+    max: usize,
+}
+
+impl Numbers {
+    fn new(max: usize) -> Self {
+        Self { by_address: HashMap::new(), max }
+    }
+
+    /// The number at this address, or `None` within if there is nothing that makes sense, or no space for more.
+    fn known(&self, address: u64) -> Option<Option<u32>> {
+        let known = self.by_address.get(&address).copied();
+        known.or_else(|| (self.by_address.len() >= self.max).then_some(None))
+    }
+
+    /// Puts an item into the list of all, and remembers its number; also that there is none.
+    fn give<T>(&mut self, address: u64, item: Option<T>, list: &mut Vec<T>) -> Option<u32> {
+        let number = item.map(|item| {
+            list.push(item);
+            list.len() as u32 - 1
+        });
+        self.by_address.insert(address, number);
+        number
+    }
 }
 
 impl<M: PhysicalMemory> Visitor for Reader<'_, '_, M> {
@@ -209,9 +236,7 @@ impl<M: PhysicalMemory> Visitor for Reader<'_, '_, M> {
             return;
         }
         let pages = 1 << order;
-        let index = u64::from_le_bytes(
-            page[self.fields.page_index..self.fields.page_index + 8].try_into().expect("eight bytes"),
-        );
+        let index = u64_at(page, self.fields.page_index);
         let heat = u8::from(flags & self.fields.active != 0) * 2 + u8::from(flags & self.fields.referenced != 0);
         match self.file(mapping) {
             Some(file) => self.add(CachedRun { pfn, pages, file, heat, index }),
@@ -238,18 +263,11 @@ impl<M: PhysicalMemory> Reader<'_, '_, M> {
 
     /// Number of the file with this mapping.
     fn file(&mut self, mapping: u64) -> Option<u32> {
-        if let Some(known) = self.file_numbers.get(&mapping) {
-            return *known;
+        if let Some(known) = self.file_numbers.known(mapping) {
+            return known;
         }
-        if self.file_numbers.len() >= self.files_max {
-            return None;
-        }
-        let number = self.read_file(mapping).map(|file| {
-            self.found.files.push(file);
-            self.found.files.len() as u32 - 1
-        });
-        self.file_numbers.insert(mapping, number);
-        number
+        let file = self.read_file(mapping);
+        self.file_numbers.give(mapping, file, &mut self.found.files)
     }
 
     fn read_file(&mut self, mapping: u64) -> Option<CachedFile> {
@@ -271,18 +289,11 @@ impl<M: PhysicalMemory> Reader<'_, '_, M> {
     }
 
     fn file_system(&mut self, address: u64) -> Option<u32> {
-        if let Some(known) = self.system_numbers.get(&address) {
-            return *known;
+        if let Some(known) = self.system_numbers.known(address) {
+            return known;
         }
-        if self.system_numbers.len() >= FILE_SYSTEMS_MAX {
-            return None;
-        }
-        let number = self.read_file_system(address).map(|system| {
-            self.found.file_systems.push(system);
-            self.found.file_systems.len() as u32 - 1
-        });
-        self.system_numbers.insert(address, number);
-        number
+        let system = self.read_file_system(address);
+        self.system_numbers.give(address, system, &mut self.found.file_systems)
     }
 
     fn read_file_system(&self, address: u64) -> Option<FileSystem> {
