@@ -235,6 +235,16 @@ mod tests {
         command.args(["-c", "exit 3"]);
         let report = jobs::run([Job { name: "sh".to_owned(), test: Some("dies".to_owned()), command }], ALONE);
         assert_eq!(report.failed, ["sh dies: reported no failure, but ended with an error"]);
+        for (said, why) in [
+            ("thread 'a' (7) panicked at a.rs:1:2:\nit is late\nstack backtrace:", "a.rs:1:2: it is late"),
+            ("Error: NotFound", "Error: NotFound"),
+        ] {
+            let mut command = Command::new("sh");
+            let script = "echo noise; echo \"$0\"; echo 'test result: FAILED. 0 passed; 1 failed'; exit 101";
+            command.args(["-c", script, said]);
+            let report = jobs::run([Job { name: "sh".to_owned(), test: Some("a".to_owned()), command }], ALONE);
+            assert_eq!(report.failed, [format!("sh a: {why}")]);
+        }
     }
 
     #[test]

@@ -90,7 +90,9 @@ impl Job {
         // A program that the test runs may have written into its line, so an only test is counted without it.
         if self.test.is_some() {
             report.times.push((self.full_name(), began.elapsed()));
-            report.failed.extend((report.summary.failed > 0).then(|| self.full_name()));
+            let failure =
+                || reason(&said).map_or_else(|| self.full_name(), |why| format!("{}: {why}", self.full_name()));
+            report.failed.extend((report.summary.failed > 0).then(failure));
         }
         self.tell(report, &said, success, began.elapsed())
     }
@@ -117,6 +119,20 @@ impl Job {
         report
     }
 }
+
+/// Place and message of the first panic in a test's output, or the error that it returned, cut off where it becomes long.
+fn reason(said: &str) -> Option<String> {
+    let mut lines = said.lines();
+    let found = lines.find(|line| line.contains(" panicked at ") || line.starts_with("Error: "))?;
+    let whole = match found.split_once(" panicked at ") {
+        Some((_, place)) => format!("{place} {}", lines.next().unwrap_or_default()),
+        None => found.to_owned(),
+    };
+    Some(whole.chars().take(REASON_CHARS).collect())
+}
+
+/// Length of a reason in the list of failed tests.
+const REASON_CHARS: usize = 300;
 
 /// Name and result in `test NAME ... ok`.
 fn ended_test(line: &str) -> Option<(&str, &str)> {
