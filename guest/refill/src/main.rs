@@ -1,6 +1,6 @@
 //! `hearth-refill`: runs in a guest that has just booted, and reads ahead what the last guest had in its page cache.
 //!
-//! Hearth's disk -> cache map -> mounted file systems -> threads that read ahead
+//! Hearth's disk -> cache map -> file systems, as they are mounted -> threads that read ahead
 //!
 //! The map is on a small read-only disk that the machine has with `refill = "on"`. Files are opened by the number of their inode, so
 //! none is looked up by name. The kernel reads the pages by itself, skips those that it already has, and puts them into the page
@@ -27,14 +27,22 @@ fn main() -> ExitCode {
     }
 }
 
-fn run() -> Result<String, disk::DiskError> {
+/// Why nothing can be brought back.
+#[derive(Debug, thiserror::Error)]
+enum Error {
+    #[error(transparent)]
+    Disk(#[from] disk::DiskError),
+    #[error("cannot read the list of mounts")]
+    Mounts(#[source] std::io::Error),
+}
+
+fn run() -> Result<String, Error> {
     let Some(disk) = disk::find() else {
         return Ok("this machine has no disk with a cache map: nothing to do".to_owned());
     };
     let Some(text) = disk::read_map(&disk)? else {
         return Ok("there is nothing to bring back".to_owned());
     };
-    let map = map::Map::parse(&text);
-    let mounts = mounts::find();
-    Ok(refill::refill(&map, &mounts).to_string())
+    let report = refill::refill(&map::Map::parse(&text)).map_err(Error::Mounts)?;
+    Ok(report.to_string())
 }

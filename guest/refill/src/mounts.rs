@@ -2,8 +2,12 @@
 
 use std::collections::HashMap;
 use std::fs::{self, File};
+use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 /// A mounted file system: its kind, a folder of it, and its device.
 pub struct Mount {
@@ -29,10 +33,30 @@ const EXT_UUID: usize = 1024 + 0x68;
 const XFS_MAGIC: (usize, [u8; 4]) = (0, *b"XFSB");
 const XFS_UUID: usize = 32;
 
-/// Finds the file systems that are mounted now, by UUID as 32 hexadecimal digits.
-pub fn find() -> HashMap<String, Mount> {
-    let text = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
-    text.lines().filter_map(mount).collect()
+/// The list of mounts, and whether it has changed.
+pub struct Mounts {
+    list: File,
+}
+
+impl Mounts {
+    /// Opens the list.
+    pub fn open() -> io::Result<Self> {
+        Ok(Self { list: File::open("/proc/self/mountinfo")? })
+    }
+
+    /// Finds the file systems that are mounted now, by UUID as 32 hexadecimal digits.
+    pub fn find(&self) -> HashMap<String, Mount> {
+        let text = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
+        text.lines().filter_map(mount).collect()
+    }
+
+    /// Waits until something was mounted or unmounted since `open` or the last call. Returns false once the time is over.
+    pub fn wait_changed(&self, limit: Duration) -> bool {
+        let limit = Timespec { tv_sec: limit.as_secs() as i64, tv_nsec: limit.subsec_nanos().into() };
+        // The kernel's way to report a change (`mounts_poll` in fs/proc_namespace.c).
+        let mut changes = [PollFd::new(&self.list, PollFlags::PRI)];
+        poll(&mut changes, Some(&limit)).is_ok_and(|changed| changed > 0)
+    }
 }
 
 fn mount(line: &str) -> Option<(String, Mount)> {
@@ -71,6 +95,12 @@ fn identify(superblock: &[u8]) -> Option<(Kind, String)> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn nothing_changes_while_nothing_is_mounted() {
+        let mounts = Mounts::open().unwrap();
+        assert!(!mounts.wait_changed(Duration::ZERO));
+    }
 
     #[test]
     fn mount_points_are_unescaped() {

@@ -1,17 +1,21 @@
 //! Reads ahead what the map lists, with several threads that take the reads in order.
+//!
+//! It begins with the file systems that are mounted, before the boot has mounted the others, and reads these as they come.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::fmt;
 use std::fs::{self, File};
+use std::io;
 use std::num::NonZero;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
 use rustix::fs::{Advice, fadvise};
+use rustix::time::{ClockId, clock_gettime};
 
 use crate::handle;
-use crate::map::Map;
-use crate::mounts::Mount;
+use crate::map::{Map, Read};
+use crate::mounts::{Mount, Mounts};
 
 const PAGE_BYTES: u64 = 4096;
 /// Reads between two looks at the free memory: at most 8 MiB.
@@ -21,19 +25,25 @@ const THREADS_MAX: usize = 8;
 /// Part of the memory that stays free, in percent: below it the kernel would drop other pages for these.
 const FREE_PERCENT: u64 = 3;
 
+/// Time for the boot to mount the file systems.
+const PATIENCE: Duration = Duration::from_secs(120);
+
 /// What was done.
 pub struct Report {
     bytes: u64,
     all_bytes: u64,
     missing_files: usize,
     took: Duration,
+    processor_time: Duration,
     is_memory_full: bool,
 }
 
 impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mib = |bytes: u64| bytes >> 20;
-        write!(f, "read ahead {} of {} MiB in {:.1} s", mib(self.bytes), mib(self.all_bytes), self.took.as_secs_f64())?;
+        let [took_s, processor_s] = [self.took, self.processor_time].map(|time| time.as_secs_f64());
+        write!(f, "read ahead {} of {} MiB in {took_s:.1} s", mib(self.bytes), mib(self.all_bytes))?;
+        write!(f, " and {processor_s:.2} s of processor time")?;
         if self.missing_files > 0 {
             write!(f, "; {} files are gone or cannot be opened", self.missing_files)?;
         }
@@ -44,33 +54,59 @@ impl fmt::Display for Report {
     }
 }
 
-/// Reads ahead what the map lists, as far as the memory is free.
-pub fn refill(map: &Map, mounts: &HashMap<String, Mount>) -> Report {
-    let began = Instant::now();
-    let work = Work {
-        map,
-        mounts: map.file_systems.iter().map(|uuid| mounts.get(uuid)).collect(),
-        missing: map.files.iter().map(|_| AtomicBool::new(false)).collect(),
-        next: AtomicUsize::new(0),
-        bytes: AtomicU64::new(0),
-        is_memory_full: AtomicBool::new(false),
-    };
-    let threads = std::thread::available_parallelism().map_or(1, NonZero::get).min(THREADS_MAX);
-    std::thread::scope(|scope| {
-        (0..threads).for_each(|_| drop(scope.spawn(|| work.run())));
-    });
-    Report {
-        bytes: work.bytes.into_inner(),
+/// Reads ahead what the map lists, as far as the memory is free and its file systems are mounted in time.
+pub fn refill(map: &Map) -> io::Result<Report> {
+    let deadline = Instant::now() + PATIENCE;
+    let mounts = Mounts::open()?;
+    let mut report = Report {
+        bytes: 0,
         all_bytes: map.reads.iter().map(|read| read.pages * PAGE_BYTES).sum(),
-        missing_files: work.missing.iter().filter(|missing| missing.load(Relaxed)).count(),
-        took: began.elapsed(),
-        is_memory_full: work.is_memory_full.into_inner(),
+        missing_files: 0,
+        took: Duration::ZERO,
+        processor_time: Duration::ZERO,
+        is_memory_full: false,
+    };
+    let mut awaited: BTreeSet<usize> = map.files.iter().map(|file| file.file_system).collect();
+    loop {
+        let mounted = mounts.find();
+        let found: HashMap<_, _> =
+            awaited.iter().filter_map(|number| Some((*number, mounted.get(&map.file_systems[*number])?))).collect();
+        if !found.is_empty() {
+            awaited.retain(|number| !found.contains_key(number));
+            report.add(Work::new(map, found));
+        }
+        let left = deadline.saturating_duration_since(Instant::now());
+        if awaited.is_empty() || report.is_memory_full || !mounts.wait_changed(left) {
+            break;
+        }
+    }
+    report.missing_files += map.files.iter().filter(|file| awaited.contains(&file.file_system)).count();
+    report.processor_time = processor_time();
+    Ok(report)
+}
+
+impl Report {
+    /// Does the work, and adds what was done.
+    fn add(&mut self, work: Work<'_>) {
+        let began = Instant::now();
+        let threads = std::thread::available_parallelism().map_or(1, NonZero::get).min(THREADS_MAX);
+        std::thread::scope(|scope| {
+            (0..threads).for_each(|_| drop(scope.spawn(|| work.run())));
+        });
+        self.bytes += work.bytes.into_inner();
+        self.missing_files += work.missing.iter().filter(|missing| missing.load(Relaxed)).count();
+        self.took += began.elapsed();
+        self.is_memory_full = work.is_memory_full.into_inner();
     }
 }
 
+/// What to read of some file systems.
 struct Work<'a> {
     map: &'a Map,
-    mounts: Vec<Option<&'a Mount>>,
+    /// The file systems, by their number.
+    mounts: HashMap<usize, &'a Mount>,
+    /// Their reads, in the map's order.
+    reads: Vec<Read>,
     /// Whether a file could not be opened, by its number.
     missing: Vec<AtomicBool>,
     next: AtomicUsize,
@@ -78,13 +114,26 @@ struct Work<'a> {
     is_memory_full: AtomicBool,
 }
 
-impl Work<'_> {
+impl<'a> Work<'a> {
+    fn new(map: &'a Map, mounts: HashMap<usize, &'a Mount>) -> Self {
+        let is_of_these = |read: &&Read| mounts.contains_key(&map.files[read.file].file_system);
+        Self {
+            map,
+            reads: map.reads.iter().filter(is_of_these).copied().collect(),
+            mounts,
+            missing: map.files.iter().map(|_| AtomicBool::new(false)).collect(),
+            next: AtomicUsize::new(0),
+            bytes: AtomicU64::new(0),
+            is_memory_full: AtomicBool::new(false),
+        }
+    }
+
     fn run(&self) {
         // The last file, with its number: most reads of a file follow each other.
         let mut last: Option<(usize, Option<File>)> = None;
         loop {
             let number = self.next.fetch_add(1, Relaxed);
-            let Some(read) = self.map.reads.get(number) else { return };
+            let Some(read) = self.reads.get(number) else { return };
             if number.is_multiple_of(READS_PER_LOOK) && !is_memory_free() {
                 self.is_memory_full.store(true, Relaxed);
             }
@@ -105,16 +154,22 @@ impl Work<'_> {
 
     fn open(&self, number: usize) -> Option<File> {
         let file = self.map.files[number];
-        let mount = self.mounts[file.file_system];
-        let opened = mount.and_then(|mount| match file.inode {
+        let mount = self.mounts[&file.file_system];
+        let opened = match file.inode {
             Some((inode, generation)) => handle::open(&mount.root, mount.kind, inode, generation).ok(),
             None => File::open(&mount.device).ok(),
-        });
+        };
         if opened.is_none() {
             self.missing[number].store(true, Relaxed);
         }
         opened
     }
+}
+
+/// Processor time of this process so far.
+fn processor_time() -> Duration {
+    let time = clock_gettime(ClockId::ProcessCPUTime);
+    Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
 }
 
 fn is_memory_free() -> bool {

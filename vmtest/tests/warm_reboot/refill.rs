@@ -29,11 +29,16 @@ fn reborn(builder: TestVmBuilder, end: fn(&TestVm) -> Result<()>) -> Result<Test
 fn refill(vm: &TestVm) -> Result<String> {
     let before = Reads::of(vm)?;
     let said = vm.sh("hearth-refill")?;
+    wait_arrived(vm, before, &said)?;
+    Ok(said)
+}
+
+fn wait_arrived(vm: &TestVm, before: Reads, said: &str) -> Result<()> {
     let deadline = Instant::now() + patience(20);
     loop {
         let read = Reads::of(vm)?.since(before);
         if read.warm_bytes + read.image_bytes >= SHELF.bytes() {
-            return Ok(said);
+            return Ok(());
         }
         assert!(Instant::now() < deadline, "{read:?}, and the helper says: {said}");
         std::thread::sleep(Duration::from_millis(50));
@@ -83,6 +88,23 @@ fn files_that_have_changed_since_are_read_as_they_are() -> Result<()> {
     vm.sh("hearth-refill")?;
     verify(&vm, 0..4, CHANGED)?;
     verify(&vm, 13..SHELF.files, crate::shelf::ORIGINAL)
+}
+
+/// The unit starts before the boot has mounted most file systems.
+#[test]
+fn file_system_is_read_when_it_is_mounted_at_last() -> Result<()> {
+    let vm = reborn(machine("late"), Drives::panic)?;
+    vm.sh("umount /mnt")?;
+    let before = Reads::of(&vm)?;
+    let helper = vm.guest().start("hearth-refill")?;
+    std::thread::sleep(Duration::from_millis(500));
+    assert!(vm.guest().take_answer(helper).is_none(), "the file system is not mounted");
+    mount(&vm, "rw")?;
+    let said = vm.wait_console("the helper is done", patience(20), |heard| heard.take_answer(helper))?;
+    let text = String::from_utf8_lossy(&said.output);
+    assert!(said.status == 0 && !text.contains("are gone"), "{text}");
+    wait_arrived(&vm, before, &text)?;
+    assert_cached(&vm)
 }
 
 #[test]
