@@ -156,10 +156,7 @@ fn run(chore: Chore) -> Result<(), Box<dyn Error>> {
                 quick,
                 folder: common.folder.clone(),
                 profiles: chosen(profile, if quick { &[Profile::Paper] } else { &Profile::ALL }),
-                stacks: chosen(
-                    cases,
-                    if quick { &[Stack::Hearth, Stack::HearthRefill, Stack::Ram] } else { &Stack::ALL },
-                ),
+                stacks: chosen(cases, if quick { &warm_reboot::QUICK_STACKS } else { &Stack::ALL }),
             };
             harness::measure(warm_reboot::NAME, &common, |record| warm_reboot::run(&options, record))
         }
@@ -243,7 +240,10 @@ mod tests {
     fn sides_are_found_by_name() {
         assert_eq!(stack_by_name("pmem-dax"), Ok(Stack::PmemDax));
         let error = stack_by_name("xen").unwrap_err();
-        assert_eq!(error, "sides are hearth, hearth-refill, qemu-direct, qemu-host-cache, pmem-dax, ram");
+        assert_eq!(
+            error,
+            "sides are hearth, hearth-refill, cold-prefetch, qemu-direct, qemu-host-cache, pmem-dax, ram"
+        );
     }
 
     #[test]

@@ -10,6 +10,7 @@ use super::{DemoError, Progress};
 use crate::host::profile::Profile;
 use crate::load::trace::Trace;
 use crate::load::{self, Load};
+use crate::report::Run;
 use crate::sides::{Guest, HearthMachine, HearthOptions, Machine, Way};
 use crate::warm_reboot::targets;
 
@@ -21,6 +22,7 @@ const MIB: f64 = 1048576.0;
 
 /// Measurements of one machine.
 pub struct Life {
+    pub run: Run,
     pub accelerator: String,
     pub accelerator_why: String,
     pub qemu: String,
@@ -28,6 +30,8 @@ pub struct Life {
     pub web_before: f64,
     pub web_after: f64,
     pub boot_s: f64,
+    /// From the panic until requests are served as before; `None` if they were not.
+    pub full_speed_s: Option<f64>,
     pub read_first: f64,
     pub read_second: f64,
     pub from_disk_mib: f64,
@@ -39,16 +43,20 @@ pub struct Life {
     pub series: Vec<(f64, f64)>,
 }
 
-pub fn live(image: &Path, warm: bool, profile: Profile, progress: &Progress) -> Result<Life, DemoError> {
-    let word = if warm { "warm" } else { "cold (nothing kept)" };
+pub fn live(image: &Path, run: Run, profile: Profile, progress: &Progress) -> Result<Life, DemoError> {
+    let word = match run {
+        Run::Refill => "warm with refill",
+        Run::Warm => "warm",
+        Run::Cold => "cold (nothing kept)",
+    };
     progress.tell(&format!("{word}: a Debian machine boots under Hearth"));
     let machine = HearthMachine::start(&HearthOptions {
         guest: Guest::Debian,
         image,
         accelerator: "auto",
         rate: profile.rate(),
-        warm,
-        refill: false,
+        warm: run != Run::Cold,
+        refill: run == Run::Refill,
     })?;
     // This wait comes first, because its error shows the console of a guest that does not boot.
     machine.wait_agent(1)?;
@@ -68,6 +76,7 @@ pub fn live(image: &Path, warm: bool, profile: Profile, progress: &Progress) -> 
     let (accelerator, accelerator_why, version) =
         qemu.map_or_else(Default::default, |qemu| (qemu.accelerator, qemu.accelerator_why, qemu.version));
     Ok(Life {
+        run,
         accelerator,
         accelerator_why,
         qemu: version,
@@ -75,6 +84,7 @@ pub fn live(image: &Path, warm: bool, profile: Profile, progress: &Progress) -> 
         web_before: served.before,
         web_after: served.after,
         boot_s: served.back_s,
+        full_speed_s: served.full_speed_s,
         read_first: after.first,
         read_second: after.second,
         from_disk_mib: after.from_disk_mib,
@@ -89,6 +99,7 @@ struct Served {
     before: f64,
     after: f64,
     back_s: f64,
+    full_speed_s: Option<f64>,
     series: Vec<(f64, f64)>,
 }
 
@@ -111,8 +122,10 @@ fn serve_and_panic(machine: &HearthMachine, word: &str, progress: &Progress) -> 
 
 fn served(trace: &Trace, begun_s: f64, panic_s: f64, back_s: f64) -> Served {
     let outage_s = back_s - panic_s;
+    let before = trace.requests_per_second(begun_s, panic_s);
     Served {
-        before: trace.requests_per_second(begun_s, panic_s),
+        before,
+        full_speed_s: trace.full_speed_s(back_s, back_s + AFTER_S, before).map(|at_s| at_s - panic_s),
         after: trace.requests_per_second(back_s, back_s + AFTER_S),
         back_s: outage_s,
         series: trace.series(panic_s, begun_s - panic_s, outage_s + AFTER_S, PLOT_STEP_S),
@@ -158,6 +171,7 @@ mod tests {
         let trace = Trace { samples: ends.map(|end| Sample { begun_s: end, ended_s: end, bytes: 1 }).collect() };
         let served = served(&trace, 0.0, 20.0, 30.0);
         assert_eq!((served.before, served.after, served.back_s), (1.0, 1.0, 10.0));
+        assert_eq!(served.full_speed_s, Some(10.0));
         assert_eq!(served.series.first().map(|point| point.0), Some(-19.75));
         assert_eq!(served.series.last().map(|point| point.0), Some(10.0 + AFTER_S - 0.25));
         let outage: f64 = served.series.iter().filter(|point| (0.0..10.0).contains(&point.0)).map(|p| p.1).sum();

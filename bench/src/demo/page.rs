@@ -5,36 +5,68 @@ use hearth_api::{EmberStatus, Recovery};
 use super::life::{AFTER_S, Life};
 use crate::host::facts::HostFacts;
 use crate::host::profile::Profile;
-use crate::report::{BarGroup, Line, Phase, Report, Run, Series, Tile, Timeline};
+use crate::report::{BarGroup, ByRun, Line, Phase, Report, Run, Series, Tile, Timeline};
 use crate::stats::degradation_pct;
 use crate::table::figure;
 
-pub fn report(warm: &Life, cold: &Life, machine: &HostFacts, profile: Profile) -> Report {
+pub fn report(lives: &[Life], machine: &HostFacts, profile: Profile) -> Report {
+    let full_speed_s = |run: Run| lives.iter().find(|life| life.run == run).and_then(|life| life.full_speed_s);
     Report {
         title: "A kernel panic, warm and cold".to_owned(),
         lead:
             "A Debian web server with 512 files of 1 MiB in its file cache panicked under load. Hearth brought it back \
-               on the memory of its dead kernel (warm); for comparison it then came back on its disk alone (cold)."
+               with that file cache, read back from the memory of its dead kernel before anybody asked (refill); on that \
+               memory alone (warm); and, for comparison, on its disk alone (cold)."
                 .to_owned(),
-        tiles: tiles(warm, cold),
-        series: vec![series(Run::Warm, warm), series(Run::Cold, cold)],
-        bars: bars(warm, cold),
-        lines: lines(warm, cold),
-        timelines: [(Run::Warm, warm), (Run::Cold, cold)].into_iter().filter_map(|(r, l)| timeline(r, l)).collect(),
-        notes: notes(warm, machine, profile),
+        verdict: verdict(full_speed_s(Run::Refill), full_speed_s(Run::Cold)),
+        tiles: tiles(lives),
+        series: lives.iter().map(series).collect(),
+        bars: bars(lives),
+        lines: lines(lives),
+        timelines: lives.iter().filter_map(timeline).collect(),
+        notes: notes(&lives[0], machine, profile),
         footer: format!("Hearth {}, {}", env!("CARGO_PKG_VERSION"), crate::host::facts::now_rfc3339()),
     }
 }
 
-fn tiles(warm: &Life, cold: &Life) -> Vec<Tile> {
+fn by_run<T>(lives: &[Life], of: impl Fn(&Life) -> T) -> ByRun<T> {
+    lives.iter().map(|life| (life.run, of(life))).collect()
+}
+
+/// Change that is more than scatter between two machines of one demo.
+const DIFFERENCE: f64 = 0.1;
+
+/// What a user of the web server would say of refill, from the seconds until it served as before.
+fn verdict(refill_s: Option<f64>, cold_s: Option<f64>) -> String {
+    let Some(refill_s) = refill_s else {
+        return format!(
+            "Verdict: with refill the server did not serve as before within {AFTER_S:.0} s of its first answer."
+        );
+    };
+    let with = format!("Verdict: with refill the server served as before {refill_s:.1} s after the panic");
+    let Some(cold_s) = cold_s else {
+        return format!("{with}; after the cold reboot not within {AFTER_S:.0} s of its first answer.");
+    };
+    if refill_s < cold_s * (1.0 - DIFFERENCE) {
+        format!("{with}, {:.1} s sooner than after a cold reboot.", cold_s - refill_s)
+    } else if refill_s > cold_s * (1.0 + DIFFERENCE) {
+        format!("{with}, {:.1} s later than after a cold reboot: here it did harm.", refill_s - cold_s)
+    } else {
+        format!("{with}, no sooner than after a cold reboot ({cold_s:.1} s): here its users gained nothing.")
+    }
+}
+
+fn tiles(lives: &[Life]) -> Vec<Tile> {
     let tile = |label: &str, note: &str, text: &dyn Fn(&Life) -> String| Tile {
         label: label.to_owned(),
-        warm: text(warm),
-        cold: text(cold),
+        values: by_run(lives, text),
         note: note.to_owned(),
     };
     let loss = |life: &Life| degradation_pct(life.web_before, life.web_after);
     vec![
+        tile("Serves as before", "from the panic until 95 % of the requests a second, for good", &|life| {
+            life.full_speed_s.map_or("–".to_owned(), |full_s| format!("{full_s:.1} s"))
+        }),
         tile("Web throughput lost", &format!("first {AFTER_S:.0} s of service, against before"), &|life| {
             format!("{:.0} %", loss(life))
         }),
@@ -43,13 +75,12 @@ fn tiles(warm: &Life, cold: &Life) -> Vec<Tile> {
     ]
 }
 
-fn series(run: Run, life: &Life) -> Series {
-    Series { run, points: life.series.clone(), back_s: life.boot_s }
+fn series(life: &Life) -> Series {
+    Series { run: life.run, points: life.series.clone(), back_s: life.boot_s }
 }
 
-fn bars(warm: &Life, cold: &Life) -> Vec<BarGroup> {
-    let group =
-        |label: &str, of: fn(&Life) -> f64| BarGroup { label: label.to_owned(), warm: of(warm), cold: of(cold) };
+fn bars(lives: &[Life]) -> Vec<BarGroup> {
+    let group = |label: &str, of: fn(&Life) -> f64| BarGroup { label: label.to_owned(), values: by_run(lives, of) };
     vec![
         group("before the panic", |life| life.read_before),
         group("first read after", |life| life.read_first),
@@ -57,15 +88,14 @@ fn bars(warm: &Life, cold: &Life) -> Vec<BarGroup> {
     ]
 }
 
-fn lines(warm: &Life, cold: &Life) -> Vec<Line> {
+fn lines(lives: &[Life]) -> Vec<Line> {
     let line = |measure: &str, before: String, text: &dyn Fn(&Life) -> String| Line {
         measure: measure.to_owned(),
         before,
-        warm: text(warm),
-        cold: text(cold),
+        values: by_run(lives, text),
     };
     let nothing = || "–".to_owned();
-    let before = |of: fn(&Life) -> f64| figure((of(warm) + of(cold)) / 2.0);
+    let before = |of: fn(&Life) -> f64| figure(lives.iter().map(of).sum::<f64>() / lives.len() as f64);
     let (read, web) = (before(|life| life.read_before), before(|life| life.web_before));
     let pages = |of: fn(&EmberStatus) -> u64| move |life: &Life| of(&life.ember).to_string();
     vec![
@@ -73,6 +103,7 @@ fn lines(warm: &Life, cold: &Life) -> Vec<Line> {
         line("file read, second time, MiB/s", read, &|life| figure(life.read_second)),
         line("web requests per second", web, &|life| figure(life.web_after)),
         line("panic to first answer, s", nothing(), &|life| figure(life.boot_s)),
+        line("panic to 95 % of the requests, s", nothing(), &|life| life.full_speed_s.map_or_else(nothing, figure)),
         line("read from the disk, MiB", nothing(), &|life| figure(life.from_disk_mib)),
         line("pages kept of the dead kernel", nothing(), &pages(|ember| ember.pages_kept)),
         line("pages served from them", nothing(), &pages(|ember| ember.pages_served)),
@@ -82,7 +113,7 @@ fn lines(warm: &Life, cold: &Life) -> Vec<Line> {
     ]
 }
 
-fn timeline(run: Run, life: &Life) -> Option<Timeline> {
+fn timeline(life: &Life) -> Option<Timeline> {
     let phase = |phase: &hearth_api::PhaseTime| Phase {
         name: phase.phase.replace('_', " "),
         start_ms: phase.started_ms,
@@ -90,7 +121,7 @@ fn timeline(run: Run, life: &Life) -> Option<Timeline> {
     };
     let recovery: &Recovery = life.recovery.as_ref()?;
     Some(Timeline {
-        run,
+        run: life.run,
         recovery_ms: recovery.duration_ms,
         outage_ms: life.boot_again_s * 1e3,
         phases: recovery.phases.iter().map(phase).collect(),
@@ -100,7 +131,7 @@ fn timeline(run: Run, life: &Life) -> Option<Timeline> {
 fn notes(life: &Life, machine: &HostFacts, profile: Profile) -> Vec<String> {
     let mut notes = vec![
         format!("{}; {}.", machine.describe(), qemu(life)),
-        format!("The disk was limited to {} by Hearth's own limits, in both lives alike.", profile.describe()),
+        format!("The disk was limited to {} by Hearth's own limits, in all three lives alike.", profile.describe()),
     ];
     if life.accelerator == "tcg" {
         notes.push(format!(
@@ -111,7 +142,7 @@ fn notes(life: &Life, machine: &HostFacts, profile: Profile) -> Vec<String> {
     }
     notes.push(
         "One client asks for the files in turn, one request at a time. File reads are the guest's own, all 512 files in \
-         order, in a guest that served none of them since its boot. \"Before\" is the mean of both machines."
+         order, in a guest that served none of them since its boot. \"Before\" is the mean of all machines."
             .to_owned(),
     );
     notes
@@ -123,4 +154,23 @@ fn qemu(life: &Life) -> String {
 
 fn mib(mib: f64) -> String {
     format!("{} MiB", if mib >= 10.0 { format!("{mib:.0}") } else { format!("{mib:.1}") })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn verdict_is_also_told_when_it_is_against_refill() {
+        for (refill, cold, says) in [
+            (Some(10.0), Some(14.0), "4.0 s sooner"),
+            (Some(10.0), None, "not within"),
+            (Some(10.0), Some(10.5), "gained nothing"),
+            (Some(14.0), Some(10.0), "4.0 s later"),
+            (None, Some(10.0), "did not serve as before"),
+        ] {
+            let verdict = verdict(refill, cold);
+            assert!(verdict.contains(says), "{verdict}");
+        }
+    }
 }

@@ -24,6 +24,16 @@ impl Trace {
         self.completed(from_s, to_s).map(|sample| (sample.ended_s - sample.begun_s) * 1e3).collect()
     }
 
+    /// The time within this span from which on requests are served at 95 % of this rate for good: until the span's end, from that
+    /// moment and from each later one. The last `FULL_SPEED_SPAN_S` are too short to judge. `None` if that is not reached.
+    pub fn full_speed_s(&self, from_s: f64, to_s: f64, rate: f64) -> Option<f64> {
+        let steps = ((to_s - FULL_SPEED_SPAN_S - from_s) / FULL_SPEED_STEP_S).floor();
+        let at_s = |step: usize| from_s + step as f64 * FULL_SPEED_STEP_S;
+        let is_full = |step: &usize| self.requests_per_second(at_s(*step), to_s) >= 0.95 * rate;
+        let full = (0..(steps + 1.0).max(0.0) as usize).rev().take_while(is_full).last()?;
+        Some(at_s(full))
+    }
+
     fn completed(&self, from_s: f64, to_s: f64) -> impl Iterator<Item = &Sample> {
         self.samples.iter().filter(move |sample| (from_s..to_s).contains(&sample.ended_s))
     }
@@ -40,6 +50,10 @@ impl Trace {
     }
 }
 
+/// Steps and shortest span of `full_speed_s`, in seconds.
+const FULL_SPEED_STEP_S: f64 = 0.1;
+const FULL_SPEED_SPAN_S: f64 = 1.0;
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -54,6 +68,21 @@ mod tests {
         assert_eq!(trace.requests_per_second(1.0, 2.0), 2.0);
         assert_eq!(trace.requests_per_second(2.0, 4.0), 0.5);
         assert_eq!(trace.latencies_ms(0.0, 0.6).len(), 1);
+    }
+
+    #[test]
+    fn full_speed_is_reached_once_and_for_good() {
+        // 10 a second until 5 s, none until 8 s, 5 a second until 10 s, then 10 again.
+        let steps = |from: u32, to: u32, a_second: u32| {
+            (from * a_second..to * a_second).map(move |number| (f64::from(number) + 0.5) / f64::from(a_second))
+        };
+        let ends: Vec<f64> = steps(0, 5, 10).chain(steps(8, 10, 5)).chain(steps(10, 30, 10)).collect();
+        let trace = trace(&ends);
+        let full_s = trace.full_speed_s(8.0, 30.0, 10.0).unwrap();
+        assert!((8.0..10.1).contains(&full_s), "{full_s}");
+        assert_eq!(trace.full_speed_s(10.0, 30.0, 10.0), Some(10.0));
+        assert_eq!(trace.full_speed_s(8.0, 30.0, 20.0), None);
+        assert_eq!(trace.full_speed_s(10.0, 10.5, 10.0), None, "the span is too short");
     }
 
     #[test]

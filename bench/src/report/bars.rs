@@ -1,20 +1,19 @@
 //! File reads before and after, as bars. The first read after a reboot shows a cold cache.
 
-use super::Run;
 use super::scale::axis_top;
+use super::{ByRun, Run};
 use crate::table::{escape, figure};
 
-/// MiB/s of a read, after a warm and after a cold reboot.
+/// MiB/s of a read, after each way to reboot.
 #[derive(Clone, Debug)]
 pub struct BarGroup {
     pub label: String,
-    pub warm: f64,
-    pub cold: f64,
+    pub values: ByRun<f64>,
 }
 
 /// Draws horizontal bars of plain blocks, which wrap and shrink with the page as a drawing would not.
 pub fn draw(groups: &[BarGroup]) -> String {
-    let top = axis_top(groups.iter().flat_map(|group| [group.warm, group.cold]).fold(0.0, f64::max));
+    let top = axis_top(groups.iter().flat_map(|group| &group.values).map(|(_, value)| *value).fold(0.0, f64::max));
     let bar = |run: Run, value: f64| {
         let share = if top > 0.0 { value / top * 100.0 } else { 0.0 };
         format!(
@@ -27,10 +26,9 @@ pub fn draw(groups: &[BarGroup]) -> String {
     };
     let group = |group: &BarGroup| {
         format!(
-            "<div class=\"bar-group\"><div class=\"bar-label\">{}</div><div class=\"bar-rows\">{}{}</div></div>",
+            "<div class=\"bar-group\"><div class=\"bar-label\">{}</div><div class=\"bar-rows\">{}</div></div>",
             escape(&group.label),
-            bar(Run::Warm, group.warm),
-            bar(Run::Cold, group.cold)
+            group.values.iter().map(|(run, value)| bar(*run, *value)).collect::<String>()
         )
     };
     groups.iter().map(group).collect()

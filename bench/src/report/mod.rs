@@ -27,13 +27,18 @@ use crate::table::{Table, escape, figure};
 /// A way to reboot, with its name and colour on the page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Run {
+    /// Warm, and the guest brings its file cache back.
+    Refill,
     Warm,
     Cold,
 }
 
 impl Run {
+    pub const ALL: [Run; 3] = [Run::Refill, Run::Warm, Run::Cold];
+
     pub fn word(self) -> &'static str {
         match self {
+            Run::Refill => "refill",
             Run::Warm => "warm",
             Run::Cold => "cold",
         }
@@ -68,6 +73,9 @@ fn paragraphs<'a>(notes: impl IntoIterator<Item = &'a String>) -> String {
     notes.into_iter().map(|note| format!("<p>{}</p>", escape(note))).collect()
 }
 
+/// A value for each way to reboot, in the order of the page.
+pub type ByRun<T> = Vec<(Run, T)>;
+
 /// Requests per second over time, with the crash at zero.
 #[derive(Clone, Debug)]
 pub struct Series {
@@ -81,24 +89,24 @@ pub struct Series {
 #[derive(Clone, Debug)]
 pub struct Tile {
     pub label: String,
-    pub warm: String,
-    pub cold: String,
+    pub values: ByRun<String>,
     pub note: String,
 }
 
-/// A line of the main table: before, after warm, after cold.
+/// A line of the main table: before, and after each way to reboot.
 #[derive(Clone, Debug)]
 pub struct Line {
     pub measure: String,
     pub before: String,
-    pub warm: String,
-    pub cold: String,
+    pub values: ByRun<String>,
 }
 
 #[derive(Clone, Debug, Default)]
 pub struct Report {
     pub title: String,
     pub lead: String,
+    /// One sentence on what the figures show.
+    pub verdict: String,
     pub tiles: Vec<Tile>,
     pub series: Vec<Series>,
     pub bars: Vec<BarGroup>,
@@ -142,12 +150,14 @@ mod tests {
                 Series { run: Run::Warm, points: vec![(-0.5, 80.0), (0.5, 0.0), (1.5, 79.0)], back_s: 1.0 },
                 Series { run: Run::Cold, points: vec![(-0.5, 80.0), (0.5, 0.0), (1.5, 20.0)], back_s: 1.2 },
             ],
-            bars: vec![BarGroup { label: "first read".into(), warm: 700.0, cold: 60.0 }],
+            bars: vec![BarGroup {
+                label: "first read".into(),
+                values: vec![(Run::Refill, 800.0), (Run::Warm, 700.0), (Run::Cold, 60.0)],
+            }],
             lines: vec![Line {
                 measure: "boot".into(),
                 before: "–".into(),
-                warm: "7.5 s".into(),
-                cold: "9.1 s".into(),
+                values: vec![(Run::Warm, "7.5 s".into()), (Run::Cold, "9.1 s".into())],
             }],
             timelines: vec![Timeline {
                 run: Run::Warm,

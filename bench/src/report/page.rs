@@ -1,6 +1,6 @@
 //! The frame of the page and its texts.
 
-use super::{Line, Report, Run, Tile, bars, paragraphs, throughput, timeline};
+use super::{Line, Report, Run, Series, Tile, bars, paragraphs, throughput, timeline};
 use crate::table::escape;
 
 const STYLE: &str = include_str!("page.css");
@@ -8,13 +8,13 @@ const STYLE: &str = include_str!("page.css");
 pub fn render(report: &Report) -> String {
     let parts = [
         tiles(&report.tiles),
-        section("Web requests over time", &legend(), &figure_of(&throughput::draw(&report.series))),
+        section("Web requests over time", &legend(&report.series), &figure_of(&throughput::draw(&report.series))),
         section("File reads, MiB/s", "", &figure_of(&bars::draw(&report.bars))),
         section("Before and after", "", &table(&report.lines)),
         section("Hearth's part of the outage", "", &timeline::draw(&report.timelines)),
         section("How it was measured", "", &paragraphs(&report.notes)),
     ];
-    frame(&report.title, &report.lead, &parts.join("\n"), &report.footer)
+    frame(&report.title, &format!("{} {}", report.lead, report.verdict), &parts.join("\n"), &report.footer)
 }
 
 /// A page that is built section by section.
@@ -60,24 +60,32 @@ fn figure_of(drawing: &str) -> String {
     if drawing.is_empty() { String::new() } else { format!("<figure>{drawing}</figure>") }
 }
 
-fn legend() -> String {
-    let item = |run: Run, text: &str| format!("<span class=\"key {}\">{text}</span>", run.word());
+fn legend(series: &[Series]) -> String {
+    let item = |series: &Series| {
+        let text = match series.run {
+            Run::Refill => "warm reboot with refill",
+            Run::Warm => "warm reboot",
+            Run::Cold => "cold reboot",
+        };
+        format!("<span class=\"key {}\">{text}</span>", series.run.word())
+    };
     format!(
-        "<p class=\"legend\">{}{}<span class=\"hint\">shaded: no service</span></p>",
-        item(Run::Warm, "warm reboot"),
-        item(Run::Cold, "cold reboot")
+        "<p class=\"legend\">{}<span class=\"hint\">shaded: no service</span></p>",
+        series.iter().map(item).collect::<String>()
     )
 }
 
 fn tiles(tiles: &[Tile]) -> String {
+    let value = |(run, text): &(Run, String)| {
+        let word = run.word();
+        format!("<span class=\"{word}-text\">{}<small>{word}</small></span>", escape(text))
+    };
     let tile = |tile: &Tile| {
         format!(
-            "<div class=\"tile\"><div class=\"tile-label\">{}</div><div class=\"tile-figures\">\
-             <span class=\"warm-text\">{}<small>warm</small></span><span class=\"cold-text\">{}<small>cold</small></span>\
-             </div><div class=\"tile-note\">{}</div></div>",
+            "<div class=\"tile\"><div class=\"tile-label\">{}</div><div class=\"tile-figures\">{}</div>\
+             <div class=\"tile-note\">{}</div></div>",
             escape(&tile.label),
-            escape(&tile.warm),
-            escape(&tile.cold),
+            tile.values.iter().map(value).collect::<String>(),
             escape(&tile.note)
         )
     };
@@ -88,21 +96,19 @@ fn tiles(tiles: &[Tile]) -> String {
 }
 
 fn table(lines: &[Line]) -> String {
-    if lines.is_empty() {
-        return String::new();
-    }
+    let Some(first) = lines.first() else { return String::new() };
+    let heading = |(run, _): &(Run, String)| format!("<th class=\"{run}-text\">after {run}</th>", run = run.word());
     let row = |line: &Line| {
         format!(
-            "<tr><th>{}</th><td>{}</td><td>{}</td><td>{}</td></tr>",
+            "<tr><th>{}</th><td>{}</td>{}</tr>",
             escape(&line.measure),
             escape(&line.before),
-            escape(&line.warm),
-            escape(&line.cold)
+            line.values.iter().map(|(_, text)| format!("<td>{}</td>", escape(text))).collect::<String>()
         )
     };
     format!(
-        "<div class=\"scroll\"><table><thead><tr><th></th><th>before</th><th class=\"warm-text\">after warm</th>\
-         <th class=\"cold-text\">after cold</th></tr></thead><tbody>{}</tbody></table></div>",
+        "<div class=\"scroll\"><table><thead><tr><th></th><th>before</th>{}</tr></thead><tbody>{}</tbody></table></div>",
+        first.values.iter().map(heading).collect::<String>(),
         lines.iter().map(row).collect::<String>()
     )
 }

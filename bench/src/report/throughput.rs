@@ -1,4 +1,4 @@
-//! Requests per second over time, both reboots overlaid with the crash at zero.
+//! Requests per second over time, all reboots overlaid with the crash at zero.
 
 use super::frame::{Frame, MARGIN_BOTTOM, MARGIN_TOP};
 use super::scale::tick_text;
@@ -20,13 +20,13 @@ fn picture(series: &[Series], width: f64, height: f64, class: &str) -> String {
     let frame = Frame::new((from, to), rates.fold(0.0, f64::max), (width, height));
     let mut svg = format!(
         "<svg class=\"{class}\" viewBox=\"0 0 {width} {height}\" role=\"img\" \
-         aria-label=\"Requests per second over time, warm and cold, with the crash at zero\">"
+         aria-label=\"Requests per second over time, for each way to reboot, with the crash at zero\">"
     );
     svg += &outages(series, &frame);
     svg += &frame.axes(if width < 500.0 { 5 } else { 8 }, "seconds from the crash", "requests/s");
     svg += &crash_mark(&frame);
-    // Warm is drawn last, over cold.
-    for run in [Run::Cold, Run::Warm] {
+    // The best is drawn last, over the others.
+    for run in Run::ALL.into_iter().rev() {
         svg += &series.iter().filter(|one| one.run == run).map(|one| line(one, &frame)).collect::<String>();
     }
     svg + "</svg>"

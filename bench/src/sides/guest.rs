@@ -1,6 +1,6 @@
 //! The guest of the machines: a web server with files.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use hearth_vmtest::images::{self, File};
 use hearth_vmtest::{Disk, PlainVm, PlainVmBuilder, Result, TestVm, TestVmBuilder, artifacts, pattern};
@@ -52,20 +52,34 @@ impl Guest {
         match self {
             Guest::Debian => None,
             Guest::Busybox => Some(
-                "mkdir -p /d && (mount /dev/vda /d || mount -o dax /dev/pmem0 /d) && net-up && httpd -h /d -p 80 && { hearth-refill >/dev/null & }",
+                "mkdir -p /d && (mount /dev/vda /d || mount -o dax /dev/pmem0 /d) && net-up && httpd -h /d -p 80 && { hearth-refill >/tmp/refill & }",
             ),
         }
     }
 
-    /// Makes a new image of the disk with the files.
-    pub fn make_image(self, image: &Path) -> Result<()> {
+    /// Command that prints what `hearth-refill` has said since the boot, if it is done.
+    pub fn refill_report(self) -> &'static str {
         match self {
-            Guest::Debian => images::copy(&artifacts::debian_root()?, image),
+            Guest::Debian => "journalctl -b -o cat -u hearth-refill",
+            Guest::Busybox => "cat /tmp/refill",
+        }
+    }
+
+    /// The image of the disk with the files, to be copied. It is made in `folder`, unless it is there, so that all copies have
+    /// the same inodes.
+    pub(super) fn image(self, folder: &Path) -> Result<PathBuf> {
+        match self {
+            Guest::Debian => artifacts::debian_root(),
             Guest::Busybox => {
+                let image = folder.join("small.img");
+                if image.exists() {
+                    return Ok(image);
+                }
                 let page = File { path: "index.html".to_owned(), contents: b"here\n".to_vec() };
                 let file = |number| File { path: format!("files/{number:03}.bin"), contents: self.contents(number) };
                 let files: Vec<_> = (0..FILES).map(file).chain([page]).collect();
-                images::ext4_for_good(image, (2 * FILES * self.file_bytes()) as u64 >> 20, &files)
+                images::ext4_for_good(&image, (2 * FILES * self.file_bytes()) as u64 >> 20, &files)?;
+                Ok(image)
             }
         }
     }

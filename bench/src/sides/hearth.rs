@@ -100,6 +100,11 @@ impl Machine for HearthMachine {
         Some(self.vm.memory_folder())
     }
 
+    fn cache_map(&self) -> Option<(u64, u64, f64)> {
+        let read = event!(CacheMapRead { pages, bytes, duration_ms, .. } => (pages, bytes, duration_ms));
+        self.vm.events().iter().filter_map(read).next_back()
+    }
+
     fn status(&self) -> Result<Option<MachineStatus>> {
         self.machine_status().map(Some)
     }

@@ -26,6 +26,8 @@ pub enum Stack {
     Hearth,
     /// Hearth, and the next guest brings its file cache back (`refill`).
     HearthRefill,
+    /// QEMU alone, and the guest brings back the same pages as with `HearthRefill`, from the disk.
+    ColdPrefetch,
     /// QEMU alone, `cache=none,aio=io_uring`, as is usual in production.
     QemuDirect,
     /// QEMU alone, `cache=writeback`: the host's page cache survives the guest, and costs memory beyond the guest's.
@@ -48,13 +50,22 @@ pub enum Way {
 }
 
 impl Stack {
-    pub const ALL: [Stack; 6] =
-        [Stack::Hearth, Stack::HearthRefill, Stack::QemuDirect, Stack::QemuHostCache, Stack::PmemDax, Stack::Ram];
+    /// `ColdPrefetch` needs the cache map of `HearthRefill`, so it comes later.
+    pub const ALL: [Stack; 7] = [
+        Stack::Hearth,
+        Stack::HearthRefill,
+        Stack::ColdPrefetch,
+        Stack::QemuDirect,
+        Stack::QemuHostCache,
+        Stack::PmemDax,
+        Stack::Ram,
+    ];
 
     pub fn name(self) -> &'static str {
         match self {
             Stack::Hearth => "hearth",
             Stack::HearthRefill => "hearth-refill",
+            Stack::ColdPrefetch => "cold-prefetch",
             Stack::QemuDirect => "qemu-direct",
             Stack::QemuHostCache => "qemu-host-cache",
             Stack::PmemDax => "pmem-dax",
@@ -109,6 +120,11 @@ pub trait Machine {
         None
     }
 
+    /// Pages and bytes of the youngest cache map, and the milliseconds that it took, under Hearth.
+    fn cache_map(&self) -> Option<(u64, u64, f64)> {
+        None
+    }
+
     /// Hearth's status of the machine.
     fn status(&self) -> Result<Option<MachineStatus>> {
         Ok(None)
@@ -125,9 +141,18 @@ mod tests {
         let mut sides: Vec<String> = sides.collect();
         assert_eq!(
             sides,
-            ["hearth-warm", "hearth-cold", "hearth-refill", "qemu-direct", "qemu-host-cache", "pmem-dax", "ram"]
+            [
+                "hearth-warm",
+                "hearth-cold",
+                "hearth-refill",
+                "cold-prefetch",
+                "qemu-direct",
+                "qemu-host-cache",
+                "pmem-dax",
+                "ram"
+            ]
         );
         sides.dedup();
-        assert_eq!(sides.len(), 7);
+        assert_eq!(sides.len(), 8);
     }
 }

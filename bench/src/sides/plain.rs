@@ -1,14 +1,13 @@
 //! The machine under QEMU alone. A panic resets the guest in place (`panic=-1`), which is QEMU's quickest way back.
 
 use std::net::{Ipv4Addr, SocketAddr};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use hearth_vmtest::net::free_port;
 use hearth_vmtest::{Drives, Output, PlainVm, Result, patience};
 
 use super::{Guest, Machine, Stack, Way};
-use crate::host::facts::Accelerator;
 use crate::host::profile::DiskRate;
 
 pub struct PlainMachine {
@@ -16,17 +15,23 @@ pub struct PlainMachine {
     port: u16,
 }
 
+pub struct PlainOptions<'a> {
+    pub guest: Guest,
+    pub stack: Stack,
+    pub image: &'a Path,
+    /// `kvm` or `tcg`.
+    pub accelerator: &'a str,
+    /// QEMU's own throttling, for hosts without a control group.
+    pub rate: Option<DiskRate>,
+    /// Contents of the disk on which `hearth-refill` finds a cache map.
+    pub map: Option<PathBuf>,
+}
+
 impl PlainMachine {
-    /// Starts the machine. `rate` sets QEMU's own throttling, on hosts without a control group.
-    pub fn start(
-        guest: Guest,
-        stack: Stack,
-        image: &Path,
-        accelerator: Accelerator,
-        rate: Option<DiskRate>,
-    ) -> Result<Self> {
+    pub fn start(options: &PlainOptions<'_>) -> Result<Self> {
+        let PlainOptions { guest, stack, image, rate, .. } = *options;
         let port = free_port();
-        let builder = guest.plain().accelerator(accelerator.name()).cmdline("panic=-1");
+        let builder = guest.plain().accelerator(options.accelerator).cmdline("panic=-1");
         let net = format!("user,id=net,hostfwd=tcp:127.0.0.1:{port}-:80");
         // Without these, QEMU would power off at pvpanic's report.
         let builder = builder.args(["-action", "panic=none"]);
@@ -37,17 +42,28 @@ impl PlainMachine {
             }
             _ => builder.drive(image, &drive_properties(stack, rate)),
         };
+        let builder = match &options.map {
+            Some(map) => builder.args(map_arguments(map)),
+            None => builder,
+        };
         Ok(PlainMachine { vm: builder.start()?, port })
     }
 }
 
 fn drive_properties(stack: Stack, rate: Option<DiskRate>) -> String {
     let cache = match stack {
-        Stack::QemuDirect => "cache=none,aio=io_uring",
+        Stack::QemuDirect | Stack::ColdPrefetch => "cache=none,aio=io_uring",
         _ => "cache=writeback",
     };
     let throttling = rate.map_or_else(String::new, DiskRate::qemu_throttling);
     format!("{cache}{throttling}")
+}
+
+/// Arguments for a disk with a cache map, behind all others.
+fn map_arguments(map: &Path) -> [String; 4] {
+    let drive = format!("file={},if=none,id=map,format=raw,read-only=on", map.display());
+    let device = "virtio-blk-pci,drive=map,serial=hearth-cache-map";
+    ["-drive", &drive, "-device", device].map(str::to_owned)
 }
 
 /// Arguments for the image as persistent memory, for which the guest needs an address range above its RAM.

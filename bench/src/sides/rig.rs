@@ -3,13 +3,13 @@
 use std::path::{Path, PathBuf};
 
 use super::hearth::{HearthMachine, HearthOptions};
-use super::plain::PlainMachine;
+use super::plain::{PlainMachine, PlainOptions};
 use super::{Guest, Machine, Stack};
 use crate::host::facts::Accelerator;
 use crate::host::profile::{DiskRate, Profile};
 use crate::host::scratch::Scratch;
 use crate::host::throttle::{Throttle, ThrottleError};
-use hearth_vmtest::page_cache;
+use hearth_vmtest::{artifacts, images, page_cache};
 
 #[derive(Debug, thiserror::Error)]
 pub enum RigError {
@@ -23,6 +23,8 @@ pub enum RigError {
     Throttle(#[from] ThrottleError),
     #[error("machine {stack} has no counter of its disk reads")]
     NoMeter { stack: &'static str },
+    #[error("there is no cache map; {} must run before, at the same profile", Stack::HearthRefill.name())]
+    NoMap,
     #[error("{stack}: profile {profile} needs a control group on the disk: {why}")]
     NotLimited { stack: &'static str, profile: &'static str, why: String },
 }
@@ -74,13 +76,35 @@ impl Rig {
         match &self.limited_by {
             LimitedBy::Group(throttle) => {
                 throttle.limit(Profile::Asis)?;
-                throttle.within(|| start(guest, stack, &image, self.accelerator, None))?
+                throttle.within(|| self.start_on(&image, guest, stack, None))?
             }
             LimitedBy::Sides { why } if stack == Stack::PmemDax && profile != Profile::Asis => {
                 Err(RigError::NotLimited { stack: stack.name(), profile: profile.name(), why: why.clone() })
             }
-            LimitedBy::Sides { .. } => start(guest, stack, &image, self.accelerator, profile.rate()),
+            LimitedBy::Sides { .. } => self.start_on(&image, guest, stack, profile.rate()),
         }
+    }
+
+    fn start_on(
+        &self,
+        image: &Path,
+        guest: Guest,
+        stack: Stack,
+        rate: Option<DiskRate>,
+    ) -> Result<Box<dyn Machine>, RigError> {
+        let failed = |source| RigError::Start { stack: stack.name(), source };
+        let accelerator = self.accelerator.name();
+        if stack.is_hearth() {
+            let refill = stack == Stack::HearthRefill;
+            let options = HearthOptions { guest, image, accelerator, rate, warm: true, refill };
+            return Ok(Box::new(HearthMachine::start(&options).map_err(failed)?));
+        }
+        let map = (stack == Stack::ColdPrefetch).then(|| self.map());
+        if map.as_ref().is_some_and(|map| !map.exists()) {
+            return Err(RigError::NoMap);
+        }
+        let options = PlainOptions { guest, stack, image, accelerator, rate, map };
+        Ok(Box::new(PlainMachine::start(&options).map_err(failed)?))
     }
 
     /// The folder of the images, on the limited disk.
@@ -152,9 +176,20 @@ impl Rig {
         folder.join(format!("{}.img", stack.name()))
     }
 
+    fn map(&self) -> PathBuf {
+        self.images.path().join("cache-map")
+    }
+
+    /// Keeps the cache map of a machine under Hearth for `Stack::ColdPrefetch`.
+    pub fn keep_map(&self, memory_folder: &Path) -> Result<(), RigError> {
+        let kept = std::fs::copy(memory_folder.join("cache-map"), self.map());
+        kept.map(drop).map_err(|source| RigError::Prepare { path: self.map(), source })
+    }
+
     fn fresh_image(&self, guest: Guest, stack: Stack) -> Result<PathBuf, RigError> {
         let image = self.image(stack);
-        guest.make_image(&image).map_err(RigError::Image)?;
+        let made = guest.image(self.images.path()).and_then(|from| images::copy(&from, &image));
+        made.map_err(RigError::Image)?;
         if stack != Stack::Ram {
             page_cache::evict(&image).map_err(|source| RigError::Prepare { path: image.clone(), source })?;
         }
@@ -164,23 +199,5 @@ impl Rig {
 
 /// Makes a new copy of the root image.
 pub fn copy_root(image: &Path) -> Result<(), RigError> {
-    Guest::Debian.make_image(image).map_err(RigError::Image)
-}
-
-fn start(
-    guest: Guest,
-    stack: Stack,
-    image: &Path,
-    accelerator: Accelerator,
-    rate: Option<DiskRate>,
-) -> Result<Box<dyn Machine>, RigError> {
-    let failed = |source| RigError::Start { stack: stack.name(), source };
-    match stack {
-        Stack::Hearth | Stack::HearthRefill => {
-            let refill = stack == Stack::HearthRefill;
-            let options = HearthOptions { guest, image, accelerator: accelerator.name(), rate, warm: true, refill };
-            Ok(Box::new(HearthMachine::start(&options).map_err(failed)?))
-        }
-        _ => Ok(Box::new(PlainMachine::start(guest, stack, image, accelerator, rate).map_err(failed)?)),
-    }
+    artifacts::debian_root().and_then(|root| images::copy(&root, image)).map_err(RigError::Image)
 }

@@ -24,6 +24,9 @@ pub use summary::table;
 
 pub const NAME: &str = "warm-reboot";
 
+/// Sides of a quick run.
+pub const QUICK_STACKS: [Stack; 4] = [Stack::Hearth, Stack::HearthRefill, Stack::ColdPrefetch, Stack::Ram];
+
 #[derive(Debug, thiserror::Error)]
 pub enum WarmRebootError {
     #[error(transparent)]

@@ -31,6 +31,13 @@ pub fn measure(
     for &way in stack.ways() {
         session.crash_and_serve(way, record)?;
         session.fill()?;
+        if session.stack == Stack::Hearth && way == Way::Warm {
+            session.serve_hot(record)?;
+        }
+    }
+    if stack == Stack::HearthRefill {
+        let folder = session.machine.memory_folder().expect("a keeper runs it");
+        rig.keep_map(folder)?;
     }
     if shape.reads_apart {
         for &way in stack.ways() {
@@ -136,9 +143,22 @@ impl<'a> Session<'a> {
                 record.add(&case, metric, "ms", latency_ms);
             }
         }
+        if let Some(full_s) = trace.full_speed_s(back_s, back_s + self.shape.window_s, before) {
+            record.add(&case, "full_speed_s", "s", full_s - crashed_s);
+        }
         if !self.shape.reads_apart {
             self.read_after(&case, read_before, at_service, record)?;
         }
+        Ok(())
+    }
+
+    /// Measures service in a guest that has rebooted, and has read every file since: what a fresh QEMU alone costs.
+    fn serve_hot(&self, record: &mut Record) -> Result<(), WarmRebootError> {
+        let load = Load::start(self.targets.clone()).map_err(|error| self.load_error(error))?;
+        let begun_s = load.wait_back(patience(5)).map_err(|error| self.load_error(error))?;
+        load.run_until(begun_s + self.shape.window_s);
+        let hot = load.trace().requests_per_second(begun_s, begun_s + self.shape.window_s);
+        record.add(&self.case(Way::Warm), "web_hot_rps", "1/s", hot);
         Ok(())
     }
 
@@ -173,7 +193,27 @@ impl<'a> Session<'a> {
         record.add(case, "read_second_mib_s", "MiB/s", second);
         record.add(case, "disk_read_after_mib", "MiB", for_files);
         record.add(case, "disk_read_for_boot_mib", "MiB", for_boot);
+        self.refill(case, record)?;
         self.ember(case, record)
+    }
+
+    /// Records what `hearth-refill` says of itself, and the cache map's size and time.
+    fn refill(&self, case: &str, record: &mut Record) -> Result<(), WarmRebootError> {
+        if !matches!(self.stack, Stack::HearthRefill | Stack::ColdPrefetch) {
+            return Ok(());
+        }
+        let said = self.machine.run_within(self.shape.guest.refill_report(), patience(20));
+        let said = said.map_err(|error| self.machine_error(error))?.text();
+        eprintln!("warm-reboot: {case}: {}", said.trim());
+        if let Some(Refilled { mib, took_s, processor_s }) = Refilled::parse(&said) {
+            record.add(case, "refill_s", "s", took_s);
+            record.add(case, "refill_us_per_page", "us", processor_s * 1e6 / (mib * MIB / 4096.0));
+        }
+        if let Some((pages, bytes, took_ms)) = self.machine.cache_map() {
+            record.add(case, "map_s", "s", took_ms / 1e3);
+            record.add(case, "map_bytes_per_mib", "B", bytes as f64 / (pages as f64 * 4096.0 / MIB));
+        }
+        Ok(())
     }
 
     /// Records the counts of the ember's pages, if there is an ember.
@@ -300,5 +340,40 @@ impl<'a> Session<'a> {
 
     pub fn load_error(&self, source: LoadError) -> WarmRebootError {
         WarmRebootError::Load { side: self.stack.name().to_owned(), source }
+    }
+}
+
+/// What `hearth-refill` says of itself: `read ahead 512 of 512 MiB in 2.6 s and 3.10 s of processor time`.
+#[derive(Debug, PartialEq)]
+struct Refilled {
+    mib: f64,
+    took_s: f64,
+    processor_s: f64,
+}
+
+impl Refilled {
+    /// `None` if it has not read anything.
+    fn parse(said: &str) -> Option<Self> {
+        let number = |after: &str| -> Option<f64> {
+            let words = said.split_once("read ahead ")?.1.split_once(after)?.1;
+            words.split_whitespace().next()?.parse().ok()
+        };
+        let refilled = Self { mib: number("")?, took_s: number(" in ")?, processor_s: number(" and ")? };
+        (refilled.mib > 0.0).then_some(refilled)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn report_of_the_helper_is_read_among_other_lines() {
+        let said =
+            "Started in time.\nread ahead 510 of 512 MiB in 2.6 s and 3.10 s of processor time; 2 files are gone\n";
+        let expect = Refilled { mib: 510.0, took_s: 2.6, processor_s: 3.1 };
+        assert_eq!(Refilled::parse(said), Some(expect));
+        assert_eq!(Refilled::parse("there is nothing to bring back"), None);
+        assert_eq!(Refilled::parse("read ahead 0 of 0 MiB in 0.0 s and 0.00 s of processor time"), None);
     }
 }

@@ -39,12 +39,47 @@ fn summarise_profile(record: &mut Record, profile: Profile) {
     let (warm, ram) = (of(record, "hearth-warm", "boot_s"), ram_boot_s(record));
     record.summarise(&profile.key("boot_ram_s"), ram);
     record.summarise(&profile.key("boot_warm_over_ram"), ratio(warm, ram));
+    refill(record, profile);
     let refill = of(record, "hearth-refill", "boot_s");
     record.summarise(&profile.key("boot_refill_over_warm"), ratio(refill, warm));
-    for stack in [Stack::QemuDirect, Stack::QemuHostCache, Stack::PmemDax, Stack::Ram] {
+    for stack in [Stack::ColdPrefetch, Stack::QemuDirect, Stack::QemuHostCache, Stack::PmemDax, Stack::Ram] {
         let key = format!("web_degradation_{}_pct", stack.name().replace('-', "_"));
         record.summarise(&profile.key(&key), of(record, stack.name(), "web_degradation_pct"));
     }
+}
+
+/// Figures of the machine whose guest brings its file cache back; `hot` has read every file before it is measured.
+fn refill(record: &mut Record, profile: Profile) {
+    let of = |record: &Record, side: &str, metric: &str| record.median(&format!("{side}@{}", profile.name()), metric);
+    let [refill, prefetch] = ["hearth-refill", "cold-prefetch"];
+    for (metric, row) in [
+        ("refilled_pct", "cached_before_read_pct"),
+        ("refill_s", "refill_s"),
+        ("refill_us_per_page", "refill_us_per_page"),
+        ("map_s", "map_s"),
+        ("map_bytes_per_mib", "map_bytes_per_mib"),
+    ] {
+        record.summarise(&profile.key(metric), of(record, refill, row));
+    }
+    for (side, name) in
+        [("hearth-warm", "warm"), ("hearth-cold", "cold"), (refill, "refill"), (prefetch, "cold_prefetch")]
+    {
+        record.summarise(&profile.key(&format!("full_speed_s_{name}")), of(record, side, "full_speed_s"));
+    }
+    let degraded = |before: Option<f64>, after: Option<f64>| before.zip(after).map(|(b, a)| degradation_pct(b, a));
+    let hot = "hearth-warm";
+    for (metric, before, after) in [
+        ("read_degradation_hot_pct", "read_before_mib_s", "read_second_mib_s"),
+        ("web_degradation_hot_pct", "web_before_rps", "web_hot_rps"),
+    ] {
+        let value = degraded(of(record, hot, before), of(record, hot, after));
+        record.summarise(&profile.key(metric), value);
+    }
+    let before = of(record, prefetch, "read_before_mib_s");
+    let value = degraded(before, of(record, prefetch, "read_first_mib_s"));
+    record.summarise(&profile.key("read_degradation_cold_prefetch_pct"), value);
+    let faster = ratio(of(record, refill, "read_first_mib_s"), of(record, prefetch, "read_first_mib_s"));
+    record.summarise(&profile.key("read_speedup_refill_over_cold_prefetch"), faster);
 }
 
 /// Median boot time with the image in RAM, over all profiles, since none of them slows it.
@@ -62,6 +97,7 @@ pub fn table(record: &Record) -> Table {
         ("second", "read_second_mib_s"),
         ("web 1/s", "web_before_rps"),
         ("web after", "web_after_rps"),
+        ("full speed s", "full_speed_s"),
         ("loss %", "web_degradation_pct"),
         ("boot s", "boot_s"),
         ("boot reads MiB", "disk_read_for_boot_mib"),
