@@ -96,14 +96,12 @@ fn file_system_is_read_when_it_is_mounted_at_last() -> Result<()> {
     let vm = reborn(machine("late"), Drives::panic)?;
     vm.sh("umount /mnt")?;
     let before = Reads::of(&vm)?;
-    let helper = vm.guest().start("hearth-refill")?;
-    std::thread::sleep(Duration::from_millis(500));
-    assert!(vm.guest().take_answer(helper).is_none(), "the file system is not mounted");
+    vm.sh("hearth-refill >/tmp/said & sleep 1")?;
+    assert_eq!(vm.sh("cat /tmp/said")?, "", "the helper waits for the file system");
     mount(&vm, "rw")?;
-    let said = vm.wait_console("the helper is done", patience(20), |heard| heard.take_answer(helper))?;
-    let text = String::from_utf8_lossy(&said.output);
-    assert!(said.status == 0 && !text.contains("are gone"), "{text}");
-    wait_arrived(&vm, before, &text)?;
+    wait_arrived(&vm, before, "")?;
+    let said = vm.sh("until [ -s /tmp/said ]; do sleep 0.1; done; cat /tmp/said")?;
+    assert!(!said.contains("are gone"), "{said}");
     assert_cached(&vm)
 }
 
