@@ -4,13 +4,14 @@
 
 use std::collections::{BTreeSet, HashMap};
 use std::fmt;
-use std::fs::{self, File};
+use std::fs::File;
 use std::io;
 use std::num::NonZero;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
 use rustix::fs::{Advice, fadvise};
+use rustix::system::sysinfo;
 use rustix::time::{ClockId, clock_gettime};
 
 use crate::handle;
@@ -173,13 +174,6 @@ fn processor_time() -> Duration {
 }
 
 fn is_memory_free() -> bool {
-    let text = fs::read_to_string("/proc/meminfo").unwrap_or_default();
-    let value = |name: &str| -> Option<u64> {
-        let line = text.lines().find_map(|line| line.strip_prefix(name))?;
-        line.split_whitespace().next()?.parse().ok()
-    };
-    match (value("MemFree:"), value("MemTotal:")) {
-        (Some(free), Some(total)) => free * 100 >= total * FREE_PERCENT,
-        _ => false,
-    }
+    let memory = sysinfo();
+    memory.freeram * 100 >= memory.totalram * FREE_PERCENT
 }
