@@ -4,6 +4,7 @@ use std::time::{Duration, Instant};
 
 use hearth_api::EventKind;
 use hearth_vmtest::{Drives, Result, TestVm, TestVmBuilder, event, patience};
+use toml::Table;
 
 use crate::shelf::{CHANGED, Reads, SHELF, change, hog, mount, names, verify};
 
@@ -134,6 +135,24 @@ fn machines_without_refill_have_no_map() -> Result<()> {
     let said = vm.sh("hearth-refill")?;
     assert!(said.contains("nothing to do"), "{said}");
     Ok(())
+}
+
+/// What the boot reads until it is ready stays in memory apart from the ember, and that is all that was brought back.
+#[test]
+fn blocks_of_the_boot_set_are_in_the_next_map() -> Result<()> {
+    let remount = [("limit", "64MiB"), ("ready_after", "1d")].map(|(key, value)| (key.to_owned(), value.into()));
+    let vm = reborn(machine("remount").setting("remount", remount.into_iter().collect::<Table>()), Drives::panic)?;
+    refill(&vm)?;
+    vm.cli(&["ready", vm.name()])?;
+    vm.wait_status("the files in the boot set", |status| status.memory.boot_set_bytes >= SHELF.bytes())?;
+    vm.panic()?;
+    vm.wait_incarnation(3)?;
+    let read = event!(|record| CacheMapRead { pages, .. } if record.incarnation == 3 => pages);
+    let pages = vm.wait_event("the next map", read)?;
+    assert!(pages >= SHELF.pages(), "{pages} of {} pages", SHELF.pages());
+    mount(&vm, "rw")?;
+    refill(&vm)?;
+    assert_cached(&vm)
 }
 
 #[test]

@@ -24,7 +24,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use crate::block::{BLOCK_BYTES, DiskId};
-use crate::ledger::{Ledger, LedgerError};
+use crate::ledger::{Entry, Ledger, LedgerError};
 use crate::tag::{Tag, Tagger};
 use crate::warm::{AfterServing, Answered, RequestObserver, WarmSource};
 
@@ -179,15 +179,16 @@ impl BootSet {
         }
     }
 
-    /// Removes from a ledger what is held here, so that no block is kept twice.
-    pub fn take_over_from(&self, ledger: &mut Ledger) {
+    /// The entries of a ledger whose blocks are held here.
+    pub fn common_with(&self, ledger: &Ledger) -> Vec<Entry> {
         let state = self.lock();
         let held = state.members.iter().filter(|(_, member)| matches!(member.place, Place::Held { .. }));
-        for ((disk, block), _) in held {
-            if let Some(entry) = ledger.find(*disk, *block) {
-                ledger.forget_page(entry.page);
-            }
-        }
+        held.filter_map(|((disk, block), _)| ledger.find(*disk, *block)).collect()
+    }
+
+    /// Removes from a ledger what is held here, so that no block is kept twice.
+    pub fn take_over_from(&self, ledger: &mut Ledger) {
+        self.common_with(ledger).iter().for_each(|entry| ledger.forget_page(entry.page));
     }
 
     /// The blocks that the next boot will read if it is like the last one, and how the current or last boot went.

@@ -9,17 +9,18 @@ use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::Instant;
 
 use hearth_disk::block::DiskId;
 use hearth_disk::gate::Gate;
 use hearth_disk::image::{Format, Image, ImageOptions};
+use hearth_disk::ledger::Entry;
 use hearth_disk::server::{DiskOptions, DiskServer};
 use hearth_recovery::ember::Ember;
-use hearth_recovery::warm_reboot::cache_map::CacheMap;
+use hearth_recovery::warm_reboot::cache_map::{Blocks, CacheMap};
 use rustix::fs::{FallocateFlags, fallocate};
 
 use super::disks::Disks;
@@ -44,6 +45,8 @@ pub struct CacheMapFile {
     file: File,
     limit_bytes: usize,
     is_pending: AtomicBool,
+    /// What the awaited map's ledger has lost to the boot set.
+    parted: Mutex<Vec<Entry>>,
 }
 
 impl CacheMapFile {
@@ -53,7 +56,7 @@ impl CacheMapFile {
         let path = path(memory_folder);
         let file = options.read(true).write(true).create(true).truncate(false).mode(0o600).open(path)?;
         let limit_bytes = (ram_bytes / RAM_BYTES_PER_MAP_BYTE).min(FILE_BYTES - HEADER_BYTES as u64) as usize;
-        let file = Self { file, limit_bytes, is_pending: AtomicBool::new(false) };
+        let file = Self { file, limit_bytes, is_pending: AtomicBool::new(false), parted: Mutex::default() };
         let is_ready = file.file.metadata()?.len() == FILE_BYTES && file.has_map()?;
         if !is_ready {
             file.file.set_len(FILE_BYTES)?;
@@ -78,9 +81,18 @@ impl CacheMapFile {
         self.is_pending.load(Relaxed)
     }
 
-    /// Tells the next guest that a map is being made, or that there is none.
-    pub fn begin(&self, comes: bool) {
-        let written = if comes { self.set_pending() } else { self.set_empty() };
+    /// Tells the next guest that a map is being made. `parted`: what the dead guest's ledger loses to the boot set.
+    pub fn begin(&self, parted: Vec<Entry>) {
+        *self.parted.lock().expect("holders only assign") = parted;
+        self.written(self.set_pending());
+    }
+
+    /// Tells the next guest that there is no map.
+    pub fn clear(&self) {
+        self.written(self.set_empty());
+    }
+
+    fn written(&self, written: io::Result<()>) {
         if let Err(error) = written {
             tracing::warn!(%error, "cannot write the cache map for the next guest");
         }
@@ -123,7 +135,7 @@ pub fn begin_reading(file: &Option<Arc<CacheMapFile>>, ember: &Arc<Ember>) -> Op
     let thread = std::thread::Builder::new().name("cache-map".to_owned()).spawn(move || read(&of_thread, &ember));
     let failed = |error| {
         tracing::warn!(%error, "cannot start the thread that reads the cache map");
-        file.begin(false);
+        file.clear();
     };
     thread.map_err(failed).ok()
 }
@@ -132,12 +144,14 @@ fn read(file: &CacheMapFile, ember: &Ember) -> MemoryMessage {
     let began = Instant::now();
     let read = ember.youngest_unsettled().ok_or_else(|| "its memory could not be kept".to_owned());
     let read = read.and_then(|(ram, ledger)| {
-        let map = CacheMap::read(ram, &ledger, file.limit_bytes()).map_err(|error| error.to_string())?;
+        let parted = std::mem::take(&mut *file.parted.lock().expect("holders only assign"));
+        let blocks = Blocks::new(&ledger, &parted);
+        let map = CacheMap::read(ram, &blocks, file.limit_bytes()).map_err(|error| error.to_string())?;
         file.set(&map).map_err(|error| format!("it cannot be written: {error}"))?;
         Ok(CacheMapSize { pages: map.pages(), files: map.files(), bytes: map.text().len() as u64 })
     });
     if read.is_err() {
-        file.begin(false);
+        file.clear();
     }
     MemoryMessage::CacheMap { read, took: began.elapsed() }
 }

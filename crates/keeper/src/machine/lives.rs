@@ -106,7 +106,10 @@ impl Machine {
         self.phase(Phase::Drain, |machine| machine.warm_reboot.succession(&machine.disks.servers).drain())?;
         self.disks.backfill.set_miss_policy(MissPolicy::Wait);
         let hold = self.dump_hold(&dead);
-        self.warm_reboot.begin_cache_map(why_cold.is_none());
+        match why_cold {
+            None => self.warm_reboot.begin_cache_map(&dead),
+            Some(_) => self.warm_reboot.clear_cache_map(),
+        }
         match (hold, &why_cold) {
             (Some(hold), _) => {
                 let is_cold = why_cold.is_some();

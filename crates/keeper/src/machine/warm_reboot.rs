@@ -88,10 +88,18 @@ impl WarmReboot {
         self.clear_boot_set();
     }
 
-    /// Tells the next guest that there is a cache map, or that one is being made.
-    pub fn begin_cache_map(&self, has_memory: bool) {
+    /// Tells the next guest that a map of this guest's page cache is being made. Call it before the boot set's blocks are removed
+    /// from its ledger.
+    pub fn begin_cache_map(&self, dead: &Incarnation) {
         if let Some(file) = &self.cache_map {
-            file.begin(has_memory);
+            file.begin(self.sources.in_boot_set(dead));
+        }
+    }
+
+    /// Tells the next guest that there is no cache map.
+    pub fn clear_cache_map(&self) {
+        if let Some(file) = &self.cache_map {
+            file.clear();
         }
     }
 

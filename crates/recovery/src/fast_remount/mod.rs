@@ -11,6 +11,7 @@ use std::sync::Arc;
 
 use hearth_disk::block::{BLOCK_BYTES, DiskId};
 use hearth_disk::boot_set::BootSet;
+use hearth_disk::ledger::Entry;
 use hearth_disk::tag::Tag;
 use hearth_disk::warm::{AfterServing, RequestObserver, WarmMemory, WarmSource};
 
@@ -32,6 +33,12 @@ impl WarmSources {
     pub fn for_disk(self: &Arc<Self>) -> WarmMemory {
         let observer = self.boot_set.clone().map(|boot_set| boot_set as Arc<dyn RequestObserver>);
         WarmMemory { source: self.clone(), observer }
+    }
+
+    /// Entries of a dead incarnation's ledger whose blocks the boot set holds.
+    pub fn in_boot_set(&self, dead: &Incarnation) -> Vec<Entry> {
+        let both = self.boot_set.as_ref().zip(dead.ledger.as_ref());
+        both.map_or_else(Vec::new, |(boot_set, ledger)| boot_set.common_with(&lock(ledger)))
     }
 
     /// Removes the boot set's blocks from a dead incarnation that is about to become ember, so that none is kept twice.

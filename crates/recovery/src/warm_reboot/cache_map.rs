@@ -1,8 +1,8 @@
 //! Cache map: which pages of which files a dead guest had in its page cache, for the next guest to bring back.
 //!
-//! dead kernel's page cache (`vmcore::linux::page_cache`) x ledger -> chunks of files, most used first -> text
+//! dead kernel's page cache (`vmcore::linux::page_cache`) x blocks in memory -> chunks of files, most used first -> text
 //!
-//! Only pages of which the ledger knows the disk block are listed: pages that were never written, and those of file systems in
+//! Only pages whose disk block is known, by the ledger or by the boot set, are listed: pages that were never written, and those of file systems in
 //! memory or behind a network, are not. The map comes from a guest that nobody trusts. A wrong one makes the next guest read ahead
 //! what it does not need; what it reads is decided by its file systems and disks alone.
 //!
@@ -17,7 +17,9 @@
 //! read. They count pages of 4 KiB, and no line has more than 1 MiB: the kernel cuts longer requests to read ahead.
 
 use std::cmp::Reverse;
+use std::collections::HashMap;
 use std::fmt::Write;
+use std::ops::Range;
 use std::sync::{Arc, Mutex};
 
 use hearth_disk::block::RamPage;
@@ -59,6 +61,30 @@ struct Piece {
     place: (u8, u64),
 }
 
+/// Which disk block each page of a dead guest's RAM held.
+pub struct Blocks<'a> {
+    ledger: &'a Mutex<Ledger>,
+    parted: HashMap<RamPage, Entry>,
+}
+
+impl<'a> Blocks<'a> {
+    /// The guest's ledger, and what that has lost to the boot set.
+    pub fn new(ledger: &'a Mutex<Ledger>, parted: &[Entry]) -> Self {
+        Self { ledger, parted: parted.iter().map(|entry| (entry.page, *entry)).collect() }
+    }
+
+    /// Calls `found` with each of these pages that held a block, in order, and its number.
+    fn of(&self, pages: Range<u64>, layout: Layout, mut found: impl FnMut(u64, Entry)) {
+        let ledger = lock(self.ledger);
+        for pfn in pages {
+            let Some(page) = ram_page(pfn, layout) else { continue };
+            if let Some(entry) = ledger.entry(page).or_else(|| self.parted.get(&page).copied()) {
+                found(pfn, entry);
+            }
+        }
+    }
+}
+
 /// Pieces of one chunk of a file.
 struct Chunk<'a> {
     heat: u8,
@@ -67,17 +93,17 @@ struct Chunk<'a> {
 }
 
 impl CacheMap {
-    /// Reads the map of the guest whose memory and ledger these are. Its text has at most `limit_bytes`.
-    pub fn read(ram: Arc<RamFile>, ledger: &Mutex<Ledger>, limit_bytes: usize) -> Result<Self, NotUnderstood> {
+    /// Reads the map of the guest whose memory and blocks these are. Its text has at most `limit_bytes`.
+    pub fn read(ram: Arc<RamFile>, blocks: &Blocks<'_>, limit_bytes: usize) -> Result<Self, NotUnderstood> {
         let layout = Layout::q35(ram.pages() * PAGE_BYTES);
         let dead = DeadRam::new(ram, layout);
         let cache = Linux::find(&dead, &[])?.page_cache()?;
-        Ok(Self::new(&cache, layout, ledger, limit_bytes))
+        Ok(Self::new(&cache, layout, blocks, limit_bytes))
     }
 
-    /// Lists the pages of `cache` whose disk block is in `ledger`. `layout`: of the dead guest's memory. The least used pages are left
+    /// Lists the pages of `cache` whose disk block is in `blocks`. `layout`: of the dead guest's memory. The least used pages are left
     /// out if the text would be longer than `limit_bytes`.
-    pub fn new(cache: &PageCache, layout: Layout, ledger: &Mutex<Ledger>, limit_bytes: usize) -> Self {
+    pub fn new(cache: &PageCache, layout: Layout, blocks: &Blocks<'_>, limit_bytes: usize) -> Self {
         let targets: Vec<_> = (0..cache.files.len()).map(|file| target(cache, file)).collect();
         let mut pieces = Vec::new();
         let pages: u64 = cache.runs.iter().map(|run| u64::from(run.pages)).sum();
@@ -87,7 +113,7 @@ impl CacheMap {
                 && let Some(target) = targets[run.file as usize]
             {
                 let heat = if target.is_device { METADATA_HEAT } else { run.heat };
-                add_pieces(&mut pieces, CachedRun { heat, ..*run }, layout, ledger);
+                add_pieces(&mut pieces, CachedRun { heat, ..*run }, layout, blocks);
             }
         }
         pieces.sort_unstable_by_key(|piece| (piece.file, piece.index));
@@ -138,26 +164,24 @@ fn target(cache: &PageCache, file: usize) -> Option<Target> {
     has_uuid.then_some(Target { file_system, is_device })
 }
 
-fn add_pieces(pieces: &mut Vec<Piece>, run: CachedRun, layout: Layout, ledger: &Mutex<Ledger>) {
-    let all = u64::from(run.pages);
-    for first in (0..all).step_by(LOOKED_UP_PER_HOLD) {
-        let ledger = lock(ledger);
-        for page in first..all.min(first + LOOKED_UP_PER_HOLD as u64) {
-            let Some(entry) = entry_of(run.pfn + page, layout, &ledger) else { continue };
+fn add_pieces(pieces: &mut Vec<Piece>, run: CachedRun, layout: Layout, blocks: &Blocks<'_>) {
+    let all = run.pfn..run.pfn + u64::from(run.pages);
+    for first in all.clone().step_by(LOOKED_UP_PER_HOLD) {
+        blocks.of(first..all.end.min(first + LOOKED_UP_PER_HOLD as u64), layout, |pfn, entry| {
             // The kernel's index is not checked, and may be any number.
-            let Some(index) = run.index.checked_add(page) else { return };
+            let Some(index) = run.index.checked_add(pfn - run.pfn) else { return };
             let piece = Piece { file: run.file, heat: run.heat, index, pages: 1, place: (entry.disk.0, entry.block) };
             match pieces.last_mut() {
                 Some(last) if last.goes_on_with(&piece) => last.pages += 1,
                 _ => pieces.push(piece),
             }
-        }
+        });
     }
 }
 
-fn entry_of(pfn: u64, layout: Layout, ledger: &Ledger) -> Option<Entry> {
+fn ram_page(pfn: u64, layout: Layout) -> Option<RamPage> {
     let page = layout.offset_of(address_of_pfn(pfn))?.0 / PAGE_BYTES;
-    ledger.entry(RamPage(u32::try_from(page).ok()?))
+    Some(RamPage(u32::try_from(page).ok()?))
 }
 
 fn chunk_of(piece: &Piece) -> (u32, u64) {
@@ -310,7 +334,7 @@ mod tests {
     fn map_of(cache: &PageCache, blocks: impl IntoIterator<Item = (u32, u64)>, limit_bytes: usize) -> CacheMap {
         let folder = tempfile::tempdir().unwrap();
         let layout = Layout::q35(u64::from(RAM_PAGES) * PAGE_BYTES);
-        CacheMap::new(cache, layout, &ledger(folder.path(), blocks), limit_bytes)
+        CacheMap::new(cache, layout, &Blocks::new(&ledger(folder.path(), blocks), &[]), limit_bytes)
     }
 
     #[track_caller]
@@ -329,6 +353,17 @@ mod tests {
         let blocks = [(100, 7), (101, 8), (103, 10), (900, 1)];
         check(&cache, blocks, "fs 0 ext4 UUID\nfile 0 0 12 99\nread 0 0 2\nread 0 3 1\n");
         check(&cache, [], "");
+    }
+
+    #[test]
+    fn pages_whose_block_is_in_the_boot_set_are_listed() {
+        let (folder, layout) = (tempfile::tempdir().unwrap(), Layout::q35(u64::from(RAM_PAGES) * PAGE_BYTES));
+        let ledger = ledger(folder.path(), (100..104).map(|page| (page, u64::from(page))));
+        let parted: Vec<_> = [101, 102].map(|page| lock(&ledger).entry(RamPage(page)).unwrap()).into();
+        parted.iter().for_each(|entry| lock(&ledger).forget_page(entry.page));
+        let map = |parted| CacheMap::new(&cache(&[(0, ROOT)], &[RUN]), layout, &Blocks::new(&ledger, parted), 1 << 20);
+        assert_eq!((map(&[]).pages(), map(&parted).pages()), (2, 4));
+        assert!(map(&parted).text().ends_with("read 0 0 4\n"), "{}", map(&parted).text());
     }
 
     #[test]
