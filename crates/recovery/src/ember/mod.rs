@@ -231,8 +231,8 @@ impl Ember {
         Ok(given_up * PAGE_BYTES)
     }
 
-    /// Returns released pages to the host, in runs as long as possible, and drops empty sources. Returns the bytes
-    /// released.
+    /// Returns released pages to the host, in runs as long as possible, and drops empty sources. One that is not settled stays:
+    /// the dead kernel's own memory may still be read. Returns the bytes released.
     pub fn sweep(&self) -> Result<u64, MemoryError> {
         let mut swept = 0;
         for (ram, mut pages) in self.take_released() {
@@ -240,7 +240,8 @@ impl Ember {
             swept += ram.release_pages(pages.into_iter().map(u64::from))?;
         }
         lock(&self.sources).retain(|source| {
-            let keep = source.is_dumped() || source.remaining() > 0 || !source.released.is_empty();
+            let is_settled = source.trim_order.is_some();
+            let keep = !is_settled || source.is_dumped() || source.remaining() > 0 || !source.released.is_empty();
             if !keep {
                 discard_files(&self.folder, source.incarnation);
             }

@@ -267,3 +267,15 @@ fn ember_of_a_killed_keeper_is_served() {
     assert_eq!(read(&ember, 1, AfterServing::Keep), None);
     assert_eq!(read(&ember, 2, AfterServing::Keep), Some(fill(2)));
 }
+
+#[test]
+fn memory_without_blocks_stays_until_it_is_settled() {
+    let folder = Folder::new();
+    let ember = folder.ember();
+    ember.bank(folder.dead(1, 0..0)).unwrap();
+    ember.sweep().unwrap();
+    assert!(ember.youngest_unsettled().is_some(), "its kernel's own memory can be read");
+    ember.settle().unwrap();
+    ember.sweep().unwrap();
+    assert!(ember.incarnations().is_empty());
+}
