@@ -14,7 +14,13 @@ mod refill;
 
 use std::process::ExitCode;
 
+/// Nice value: the boot that goes on meanwhile comes first.
+const NICE: &str = "10";
+
 fn main() -> ExitCode {
+    // Where the kernel groups processes by session (autogroup, as on Debian), the nice value that the unit sets counts only within
+    // the group, and this one among groups. Fails on other kernels.
+    let _ = std::fs::write("/proc/self/autogroup", NICE);
     match run() {
         Ok(text) => {
             println!("{text}");
