@@ -1,7 +1,7 @@
-//! One machine of the demo, from its first boot to its last read.
+//! One machine of the demo, from its first boot to the service after its panic.
 
 use std::path::Path;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use hearth_api::{EmberStatus, Recovery};
 use hearth_vmtest::patience;
@@ -26,19 +26,15 @@ pub struct Life {
     pub accelerator: String,
     pub accelerator_why: String,
     pub qemu: String,
-    pub read_before: f64,
     pub web_before: f64,
     pub web_after: f64,
     pub boot_s: f64,
     /// From the panic until requests are served as before; `None` if they were not.
     pub full_speed_s: Option<f64>,
-    pub read_first: f64,
-    pub read_second: f64,
+    /// Read from the disk since the panic.
     pub from_disk_mib: f64,
     pub ember: EmberStatus,
-    /// Recovery from the second panic, and its time until the first answer.
     pub recovery: Option<Recovery>,
-    pub boot_again_s: f64,
     /// Requests per second; the panic is at time zero.
     pub series: Vec<(f64, f64)>,
 }
@@ -64,15 +60,10 @@ pub fn live(image: &Path, run: Run, profile: Profile, progress: &Progress) -> Re
     machine.ready()?;
     let qemu = machine.machine_status()?.qemu;
     progress.tell(&format!("{word}: it serves; its 512 files of 1 MiB are read into its file cache"));
-    read_all(&machine)?;
-    let read_before = read_all(&machine)?;
+    machine.run_within(&format!("cat {} >/dev/null", Guest::Debian.files()), Duration::from_secs(300))?;
     let served = serve_and_panic(&machine, word, progress)?;
-    machine.wait_agent(2)?;
-    progress.tell(&format!("{word}: its kernel panics once more, and every file is read at once after the boot"));
-    read_all(&machine)?;
-    let after = panic_and_read(&machine)?;
     let status = machine.machine_status()?;
-    progress.tell(&format!("{word}: done; {:.0} MiB came from the disk", after.from_disk_mib));
+    progress.tell(&format!("{word}: done; {:.0} MiB came from the disk since the panic", served.from_disk_mib));
     let (accelerator, accelerator_why, version) =
         qemu.map_or_else(Default::default, |qemu| (qemu.accelerator, qemu.accelerator_why, qemu.version));
     Ok(Life {
@@ -80,22 +71,19 @@ pub fn live(image: &Path, run: Run, profile: Profile, progress: &Progress) -> Re
         accelerator,
         accelerator_why,
         qemu: version,
-        read_before,
         web_before: served.before,
         web_after: served.after,
         boot_s: served.back_s,
         full_speed_s: served.full_speed_s,
-        read_first: after.first,
-        read_second: after.second,
-        from_disk_mib: after.from_disk_mib,
+        from_disk_mib: served.from_disk_mib,
         ember: status.ember,
         recovery: status.last_recovery,
-        boot_again_s: after.boot_s,
         series: served.series,
     })
 }
 
 struct Served {
+    from_disk_mib: f64,
     before: f64,
     after: f64,
     back_s: f64,
@@ -109,7 +97,8 @@ fn serve_and_panic(machine: &HearthMachine, word: &str, progress: &Progress) -> 
     let load = Load::start(targets(machine))?;
     let begun_s = load.wait_back(patience(5))?;
     load.run_until(begun_s + BEFORE_S);
-    let panic_s = load.now_s();
+    let read_bytes = || machine.own_read_bytes().unwrap_or(0);
+    let (panic_s, read_before) = (load.now_s(), read_bytes());
     machine.crash(Way::Warm)?;
     load.announce_outage();
     progress.tell(&format!("{word}: the kernel panicked (sysrq); Hearth starts the next incarnation"));
@@ -117,47 +106,21 @@ fn serve_and_panic(machine: &HearthMachine, word: &str, progress: &Progress) -> 
     machine.ready()?;
     progress.tell(&format!("{word}: it serves again after {:.1} s; load for {AFTER_S:.0} s", back_s - panic_s));
     load.run_until(back_s + AFTER_S);
-    Ok(served(&load.trace(), begun_s, panic_s, back_s))
+    let from_disk_mib = read_bytes().saturating_sub(read_before) as f64 / MIB;
+    Ok(served(&load.trace(), begun_s, panic_s, back_s, from_disk_mib))
 }
 
-fn served(trace: &Trace, begun_s: f64, panic_s: f64, back_s: f64) -> Served {
+fn served(trace: &Trace, begun_s: f64, panic_s: f64, back_s: f64, from_disk_mib: f64) -> Served {
     let outage_s = back_s - panic_s;
     let before = trace.requests_per_second(begun_s, panic_s);
     Served {
+        from_disk_mib,
         before,
         full_speed_s: trace.full_speed_s(back_s, back_s + AFTER_S, before).map(|at_s| at_s - panic_s),
         after: trace.requests_per_second(back_s, back_s + AFTER_S),
         back_s: outage_s,
         series: trace.series(panic_s, begun_s - panic_s, outage_s + AFTER_S, PLOT_STEP_S),
     }
-}
-
-struct After {
-    boot_s: f64,
-    first: f64,
-    second: f64,
-    from_disk_mib: f64,
-}
-
-fn panic_and_read(machine: &HearthMachine) -> Result<After, DemoError> {
-    let before = machine.own_read_bytes().unwrap_or(0);
-    let panicked = Instant::now();
-    machine.crash(Way::Warm)?;
-    load::wait_for_service(&targets(machine), patience(20))?;
-    let boot_s = panicked.elapsed().as_secs_f64();
-    machine.ready()?;
-    machine.wait_agent(3)?;
-    let first = read_all(machine)?;
-    let from_disk = machine.own_read_bytes().unwrap_or(0).saturating_sub(before);
-    Ok(After { boot_s, first, second: read_all(machine)?, from_disk_mib: from_disk as f64 / MIB })
-}
-
-/// Reads all files in order, and returns the guest's rate in MiB/s.
-fn read_all(machine: &HearthMachine) -> Result<f64, DemoError> {
-    let command = format!("probe read-all {}", Guest::Debian.files());
-    let output = machine.run_within(&command, Duration::from_secs(300))?;
-    let figure = "mib_per_second";
-    output.number(figure).ok_or(DemoError::NoFigure { command, figure })
 }
 
 #[cfg(test)]
@@ -169,7 +132,7 @@ mod tests {
     fn rates_cover_the_windows_around_the_outage() {
         let ends = (0..20).map(f64::from).chain((30..60).map(f64::from));
         let trace = Trace { samples: ends.map(|end| Sample { begun_s: end, ended_s: end, bytes: 1 }).collect() };
-        let served = served(&trace, 0.0, 20.0, 30.0);
+        let served = served(&trace, 0.0, 20.0, 30.0, 1.0);
         assert_eq!((served.before, served.after, served.back_s), (1.0, 1.0, 10.0));
         assert_eq!(served.full_speed_s, Some(10.0));
         assert_eq!(served.series.first().map(|point| point.0), Some(-19.75));

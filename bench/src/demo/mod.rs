@@ -1,8 +1,8 @@
 //! The demo: a Debian web server under Hearth panics and comes back: with its file cache brought back from its dead memory
 //! (refill), on its dead memory alone (warm), and on its disk alone (cold).
 //!
-//! boot -> fill the file cache -> serve -> panic -> serve -> panic -> read every file; the same in each of the three ways. Then a
-//! table, and the report in `target/demo/report.html`.
+//! boot -> fill the file cache -> serve -> panic -> serve; the same in each of the three ways. Then a table, and the report in
+//! `target/demo/report.html`.
 //!
 //! Hearth's own limits slow the disk, which needs no root. The default is the `cloud` profile: an unlimited disk would show the
 //! demo host's SSD, which few virtual machines have to themselves.
@@ -32,8 +32,6 @@ pub enum DemoError {
     Machine(#[from] hearth_vmtest::Error),
     #[error("the demo's web load")]
     Load(#[from] LoadError),
-    #[error("in the guest, `{command}` did not report {figure}")]
-    NoFigure { command: String, figure: &'static str },
     #[error("cannot write {path}")]
     Write { path: PathBuf, source: io::Error },
 }

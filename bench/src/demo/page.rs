@@ -5,7 +5,7 @@ use hearth_api::{EmberStatus, Recovery};
 use super::life::{AFTER_S, Life};
 use crate::host::facts::HostFacts;
 use crate::host::profile::Profile;
-use crate::report::{BarGroup, ByRun, Line, Phase, Report, Run, Series, Tile, Timeline};
+use crate::report::{ByRun, Line, Phase, Report, Run, Series, Tile, Timeline};
 use crate::stats::degradation_pct;
 use crate::table::figure;
 
@@ -21,7 +21,6 @@ pub fn report(lives: &[Life], machine: &HostFacts, profile: Profile) -> Report {
         verdict: verdict(full_speed_s(Run::Refill), full_speed_s(Run::Cold)),
         tiles: tiles(lives),
         series: lives.iter().map(series).collect(),
-        bars: bars(lives),
         lines: lines(lives),
         timelines: lives.iter().filter_map(timeline).collect(),
         notes: notes(&lives[0], machine, profile),
@@ -70,22 +69,13 @@ fn tiles(lives: &[Life]) -> Vec<Tile> {
         tile("Web throughput lost", &format!("first {AFTER_S:.0} s of service, against before"), &|life| {
             format!("{:.0} %", loss(life))
         }),
-        tile("Read from the disk", "to boot and to read every file", &|life| mib(life.from_disk_mib)),
+        tile("Read from the disk", "from the panic to the end of the load", &|life| mib(life.from_disk_mib)),
         tile("Back in service", "from the panic to the first answer", &|life| format!("{:.1} s", life.boot_s)),
     ]
 }
 
 fn series(life: &Life) -> Series {
     Series { run: life.run, points: life.series.clone(), back_s: life.boot_s }
-}
-
-fn bars(lives: &[Life]) -> Vec<BarGroup> {
-    let group = |label: &str, of: fn(&Life) -> f64| BarGroup { label: label.to_owned(), values: by_run(lives, of) };
-    vec![
-        group("before the panic", |life| life.read_before),
-        group("first read after", |life| life.read_first),
-        group("second read after", |life| life.read_second),
-    ]
 }
 
 fn lines(lives: &[Life]) -> Vec<Line> {
@@ -95,13 +85,10 @@ fn lines(lives: &[Life]) -> Vec<Line> {
         values: by_run(lives, text),
     };
     let nothing = || "–".to_owned();
-    let before = |of: fn(&Life) -> f64| figure(lives.iter().map(of).sum::<f64>() / lives.len() as f64);
-    let (read, web) = (before(|life| life.read_before), before(|life| life.web_before));
+    let web_before = lives.iter().map(|life| life.web_before).sum::<f64>() / lives.len() as f64;
     let pages = |of: fn(&EmberStatus) -> u64| move |life: &Life| of(&life.ember).to_string();
     vec![
-        line("file read, first time, MiB/s", read.clone(), &|life| figure(life.read_first)),
-        line("file read, second time, MiB/s", read, &|life| figure(life.read_second)),
-        line("web requests per second", web, &|life| figure(life.web_after)),
+        line("web requests per second", figure(web_before), &|life| figure(life.web_after)),
         line("panic to first answer, s", nothing(), &|life| figure(life.boot_s)),
         line("panic to 95 % of the requests, s", nothing(), &|life| life.full_speed_s.map_or_else(nothing, figure)),
         line("read from the disk, MiB", nothing(), &|life| figure(life.from_disk_mib)),
@@ -123,7 +110,7 @@ fn timeline(life: &Life) -> Option<Timeline> {
     Some(Timeline {
         run: life.run,
         recovery_ms: recovery.duration_ms,
-        outage_ms: life.boot_again_s * 1e3,
+        outage_ms: life.boot_s * 1e3,
         phases: recovery.phases.iter().map(phase).collect(),
     })
 }
@@ -141,8 +128,7 @@ fn notes(life: &Life, machine: &HostFacts, profile: Profile) -> Vec<String> {
         ));
     }
     notes.push(
-        "One client asks for the files in turn, one request at a time. File reads are the guest's own, all 512 files in \
-         order, in a guest that served none of them since its boot. \"Before\" is the mean of all machines."
+        "One client asks for the files in turn, one request at a time. \"Before\" is the mean of all machines."
             .to_owned(),
     );
     notes

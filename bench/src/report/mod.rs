@@ -1,9 +1,8 @@
 //! The report: one self-contained HTML page, readable from a file, on a phone, in dark and in light.
 //!
-//! The plots follow the paper that first measured warm reboots, so that a reader can compare them: throughput over time with both
-//! reboots overlaid (its Figure 4), and file reads before and after (its Figure 3).
+//! The plots follow the paper that first measured warm reboots, so that a reader can compare them: throughput over time with all
+//! reboots overlaid (its Figure 4).
 
-mod bars;
 mod frame;
 pub mod memory_plot;
 mod page;
@@ -13,7 +12,6 @@ pub mod share_plot;
 mod throughput;
 mod timeline;
 
-pub use bars::BarGroup;
 pub use memory_plot::{Held, MemoryPlot};
 pub use page::Page;
 pub use timeline::{Phase, Timeline};
@@ -109,7 +107,6 @@ pub struct Report {
     pub verdict: String,
     pub tiles: Vec<Tile>,
     pub series: Vec<Series>,
-    pub bars: Vec<BarGroup>,
     pub lines: Vec<Line>,
     pub timelines: Vec<Timeline>,
     /// Notes on the method, one paragraph each.
@@ -150,10 +147,6 @@ mod tests {
                 Series { run: Run::Warm, points: vec![(-0.5, 80.0), (0.5, 0.0), (1.5, 79.0)], back_s: 1.0 },
                 Series { run: Run::Cold, points: vec![(-0.5, 80.0), (0.5, 0.0), (1.5, 20.0)], back_s: 1.2 },
             ],
-            bars: vec![BarGroup {
-                label: "first read".into(),
-                values: vec![(Run::Refill, 800.0), (Run::Warm, 700.0), (Run::Cold, 60.0)],
-            }],
             lines: vec![Line {
                 measure: "boot".into(),
                 before: "–".into(),
@@ -183,7 +176,7 @@ mod tests {
     #[test]
     fn every_part_that_has_data_is_drawn() {
         let html = report().html();
-        for part in ["start_qemu", "90 ms of 7.60 s", "first read", "9.1 s", "crash"] {
+        for part in ["start_qemu", "90 ms of 7.60 s", "9.1 s", "crash"] {
             assert!(html.contains(part), "{part}");
         }
         let empty = Report::default().html();

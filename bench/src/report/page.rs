@@ -1,6 +1,6 @@
 //! The frame of the page and its texts.
 
-use super::{Line, Report, Run, Series, Tile, bars, paragraphs, throughput, timeline};
+use super::{Line, Report, Run, Series, Tile, paragraphs, throughput, timeline};
 use crate::table::escape;
 
 const STYLE: &str = include_str!("page.css");
@@ -9,7 +9,6 @@ pub fn render(report: &Report) -> String {
     let parts = [
         tiles(&report.tiles),
         section("Web requests over time", &legend(&report.series), &figure_of(&throughput::draw(&report.series))),
-        section("File reads, MiB/s", "", &figure_of(&bars::draw(&report.bars))),
         section("Before and after", "", &table(&report.lines)),
         section("Hearth's part of the outage", "", &timeline::draw(&report.timelines)),
         section("How it was measured", "", &paragraphs(&report.notes)),
