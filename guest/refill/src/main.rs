@@ -14,13 +14,18 @@ mod refill;
 
 use std::process::ExitCode;
 
+use rustix::process::{getpid, getsid};
+
 /// Nice value: the boot that goes on meanwhile comes first.
 const NICE: &str = "10";
 
 fn main() -> ExitCode {
     // Where the kernel groups processes by session (autogroup, as on Debian), the nice value that the unit sets counts only within
-    // the group, and this one among groups. Fails on other kernels.
-    let _ = std::fs::write("/proc/self/autogroup", NICE);
+    // the group, and this one among groups. A user's shell that starts this program keeps its own.
+    if getsid(None).is_ok_and(|session| session == getpid()) {
+        // Fails on kernels without such groups.
+        let _ = std::fs::write("/proc/self/autogroup", NICE);
+    }
     match run() {
         Ok(text) => {
             println!("{text}");
