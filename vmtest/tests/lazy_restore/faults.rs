@@ -1,5 +1,6 @@
 //! Damaged snapshots: a guest waits or does not start; it never sees data that was not saved.
 
+use std::collections::HashSet;
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
@@ -8,6 +9,9 @@ use hearth_recovery::snapshot::Snapshot;
 use hearth_vmtest::{Disk, Drives, Result, TestVm, event, processes};
 
 use super::{comes_whole, fill, verify, wait_restore};
+
+/// Pages that a snapshot stores together.
+const CHUNK_PAGES: usize = 16;
 
 /// A machine with 64 MiB of known memory that was saved and stopped, its nonce, and its snapshot.
 pub fn saved(name: &str) -> Result<(TestVm, String, PathBuf)> {
@@ -49,17 +53,19 @@ fn incomplete_snapshot_is_refused_by_name() -> Result<()> {
     verify(&clone)
 }
 
-/// Damages a byte of the pattern's first page, which the guest does not need to answer. Returns the image, its old contents and
-/// the page's offset.
+/// Damages a byte of a page of the pattern. It has only pages of the pattern around it: what is stored together is loaded together,
+/// and neither QEMU's start nor the guest's answers may need that. Returns the image, its old contents and the page's offset.
 fn damage(snapshot: &Path) -> (File, Vec<u8>, usize) {
     let ram = snapshot.join("ram");
     let bytes = Snapshot::open(snapshot).expect("it was saved").ram.sealed().bytes;
     let image = File::options().read(true).write(true).open(&ram).expect("it is there");
     let whole = fs::read(&ram).expect("it can be read");
-    let pattern = hearth_vmtest::pattern::bytes("memory", 4096, super::SEED);
-    let places: Vec<usize> =
-        (4096..bytes as usize - 4096).step_by(4096).filter(|at| whole[*at..*at + 4096] == pattern).collect();
-    let [place] = places[..] else { panic!("the first page of the pattern is there {} times", places.len()) };
+    let pattern = hearth_vmtest::pattern::bytes("memory", 64 << 20, super::SEED);
+    let of_pattern: HashSet<&[u8]> = pattern.chunks_exact(4096).collect();
+    let places: Vec<usize> = (4096..bytes as usize - 4096).step_by(4096).collect();
+    let is_around = |places: &&[usize]| places.iter().all(|at| of_pattern.contains(&whole[*at..*at + 4096]));
+    let around = places.windows(2 * CHUNK_PAGES - 1).find(is_around).expect("the pattern is in the image");
+    let place = around[CHUNK_PAGES - 1];
     image.write_all_at(&[whole[place] ^ 1], place as u64).expect("it can be written");
     (image, whole, place)
 }
