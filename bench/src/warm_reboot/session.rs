@@ -70,13 +70,13 @@ impl<'a> Session<'a> {
     fn start(rig: &'a Rig, stack: Stack, profile: Profile, shape: Shape) -> Result<Self, WarmRebootError> {
         eprintln!("warm-reboot: [{}] {}: starting", profile.name(), stack.name());
         let machine = rig.start(shape.guest, stack, profile)?;
-        let watch = machine.memory_folder().map(residency::Watch::start).transpose();
-        let watch = watch.map_err(|source| WarmRebootError::Machine { side: stack.name().to_owned(), source })?;
         let targets = targets(machine.as_ref());
-        let session = Session { rig, stack, profile, shape, machine, watch, targets, boots: 1 };
+        let mut session = Session { rig, stack, profile, shape, machine, watch: None, targets, boots: 1 };
         session.serve()?;
         session.wait_service(Instant::now())?;
         session.wait_agent()?;
+        let watch = session.machine.memory_folder().map(residency::Watch::start).transpose();
+        session.watch = watch.map_err(|error| session.machine_error(error))?;
         Ok(session)
     }
 
@@ -266,12 +266,13 @@ impl<'a> Session<'a> {
     }
 
     /// Records the side's use of host memory.
-    fn memory(&self, record: &mut Record) -> Result<(), WarmRebootError> {
+    fn memory(&mut self, record: &mut Record) -> Result<(), WarmRebootError> {
         let case = self.case(Way::Warm);
         let ram_bytes = (self.shape.guest.memory_mib() << 20) as f64;
-        match &self.watch {
+        match self.watch.take() {
             Some(watch) => {
-                record.add(&case, "budget_peak_pct", "%", watch.so_far().peak_bytes as f64 / ram_bytes * 100.0)
+                let seen = watch.end().map_err(|error| self.machine_error(error))?;
+                record.add(&case, "budget_peak_pct", "%", seen.peak_bytes as f64 / ram_bytes * 100.0);
             }
             None => {
                 let host_cache = self.rig.host_cache_bytes(self.stack)? as f64;
