@@ -130,10 +130,10 @@ mod tests {
 
     #[test]
     fn rates_cover_the_windows_around_the_outage() {
-        let ends = (0..20).map(f64::from).chain((30..60).map(f64::from));
+        let ends = (0..200).chain(300..600).map(|tenth| f64::from(tenth) / 10.0);
         let trace = Trace { samples: ends.map(|end| Sample { begun_s: end, ended_s: end, bytes: 1 }).collect() };
         let served = served(&trace, 0.0, 20.0, 30.0, 1.0);
-        assert_eq!((served.before, served.after, served.back_s), (1.0, 1.0, 10.0));
+        assert_eq!((served.before, served.after, served.back_s), (10.0, 10.0, 10.0));
         assert_eq!(served.full_speed_s, Some(10.0));
         assert_eq!(served.series.first().map(|point| point.0), Some(-19.75));
         assert_eq!(served.series.last().map(|point| point.0), Some(10.0 + AFTER_S - 0.25));

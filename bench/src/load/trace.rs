@@ -25,12 +25,12 @@ impl Trace {
     }
 
     /// The time within this span from which on requests are served at 95 % of this rate for good: until the span's end, from that
-    /// moment and from each later one. The last `FULL_SPEED_SPAN_S` are too short to judge. `None` if that is not reached.
+    /// moment and from each later one. The last third is too short to judge by itself. `None` if that is not reached.
     pub fn full_speed_s(&self, from_s: f64, to_s: f64, rate: f64) -> Option<f64> {
-        let steps = ((to_s - FULL_SPEED_SPAN_S - from_s) / FULL_SPEED_STEP_S).floor();
+        let steps = ((to_s - from_s) * 2.0 / 3.0 / FULL_SPEED_STEP_S).floor() as usize;
         let at_s = |step: usize| from_s + step as f64 * FULL_SPEED_STEP_S;
         let is_full = |step: &usize| self.requests_per_second(at_s(*step), to_s) >= 0.95 * rate;
-        let full = (0..(steps + 1.0).max(0.0) as usize).rev().take_while(is_full).last()?;
+        let full = (0..=steps).rev().take_while(is_full).last()?;
         Some(at_s(full))
     }
 
@@ -50,9 +50,8 @@ impl Trace {
     }
 }
 
-/// Steps and shortest span of `full_speed_s`, in seconds.
+/// Steps of `full_speed_s`, in seconds.
 const FULL_SPEED_STEP_S: f64 = 0.1;
-const FULL_SPEED_SPAN_S: f64 = 1.0;
 
 #[cfg(test)]
 mod tests {
@@ -82,7 +81,6 @@ mod tests {
         assert!((8.0..10.1).contains(&full_s), "{full_s}");
         assert_eq!(trace.full_speed_s(10.0, 30.0, 10.0), Some(10.0));
         assert_eq!(trace.full_speed_s(8.0, 30.0, 20.0), None);
-        assert_eq!(trace.full_speed_s(10.0, 10.5, 10.0), None, "the span is too short");
     }
 
     #[test]
