@@ -106,9 +106,7 @@ impl<'a> Session<'a> {
     /// Measures service before and after a crash. A quick session also reads the files in the same incarnation.
     fn crash_and_serve(&mut self, way: Way, record: &mut Record) -> Result<(), WarmRebootError> {
         let case = self.case(way);
-        let load = Load::start(self.targets.clone()).map_err(|error| self.load_error(error))?;
-        let begun_s = load.wait_back(patience(5)).map_err(|error| self.load_error(error))?;
-        load.run_until(begun_s + self.shape.window_s);
+        let (load, begun_s) = self.load_for_a_window()?;
         let read_before = self.read_bytes()?;
         let crashed_s = load.now_s();
         self.machine.crash(way).map_err(|error| self.machine_error(error))?;
@@ -152,11 +150,17 @@ impl<'a> Session<'a> {
         Ok(())
     }
 
-    /// Measures service in a guest that has rebooted, and has read every file since: what a fresh QEMU alone costs.
-    fn serve_hot(&self, record: &mut Record) -> Result<(), WarmRebootError> {
+    /// Starts the load, and lets it run for one window. Returns it with the time of its first answer.
+    fn load_for_a_window(&self) -> Result<(Load, f64), WarmRebootError> {
         let load = Load::start(self.targets.clone()).map_err(|error| self.load_error(error))?;
         let begun_s = load.wait_back(patience(5)).map_err(|error| self.load_error(error))?;
         load.run_until(begun_s + self.shape.window_s);
+        Ok((load, begun_s))
+    }
+
+    /// Measures service in a guest that has rebooted, and has read every file since: what a fresh QEMU alone costs.
+    fn serve_hot(&self, record: &mut Record) -> Result<(), WarmRebootError> {
+        let (load, begun_s) = self.load_for_a_window()?;
         let hot = load.trace().requests_per_second(begun_s, begun_s + self.shape.window_s);
         record.add(&self.case(Way::Warm), "web_hot_rps", "1/s", hot);
         Ok(())

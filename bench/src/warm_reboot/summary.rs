@@ -18,39 +18,46 @@ pub fn summarise(record: &mut Record, profiles: &[Profile]) {
 }
 
 fn summarise_profile(record: &mut Record, profile: Profile) {
-    let of = |record: &Record, side: &str, metric: &str| record.median(&format!("{side}@{}", profile.name()), metric);
-    let before = of(record, "hearth-warm", "read_before_mib_s");
+    let before = of(record, profile, "hearth-warm", "read_before_mib_s");
     record.summarise(&profile.key("read_before_mib_s"), before);
     for way in ["warm", "cold", "refill"] {
         let side = format!("hearth-{way}");
-        let first = of(record, &side, "read_first_mib_s");
-        let degraded = before.zip(first).map(|(before, first)| degradation_pct(before, first));
+        let first = of(record, profile, &side, "read_first_mib_s");
         record.summarise(&profile.key(&format!("read_first_{way}_mib_s")), first);
-        record.summarise(&profile.key(&format!("read_degradation_{way}_pct")), degraded);
+        record.summarise(&profile.key(&format!("read_degradation_{way}_pct")), degraded(before, first));
         for (metric, row) in [
             (format!("web_degradation_{way}_pct"), "web_degradation_pct"),
             (format!("disk_read_after_{way}_mib"), "disk_read_after_mib"),
             (format!("disk_read_for_boot_{way}_mib"), "disk_read_for_boot_mib"),
             (format!("boot_{way}_s"), "boot_s"),
         ] {
-            record.summarise(&profile.key(&metric), of(record, &side, row));
+            record.summarise(&profile.key(&metric), of(record, profile, &side, row));
         }
     }
-    let (warm, ram) = (of(record, "hearth-warm", "boot_s"), ram_boot_s(record));
+    let (warm, ram) = (of(record, profile, "hearth-warm", "boot_s"), ram_boot_s(record));
     record.summarise(&profile.key("boot_ram_s"), ram);
     record.summarise(&profile.key("boot_warm_over_ram"), ratio(warm, ram));
     refill(record, profile);
-    let refill = of(record, "hearth-refill", "boot_s");
+    let refill = of(record, profile, "hearth-refill", "boot_s");
     record.summarise(&profile.key("boot_refill_over_warm"), ratio(refill, warm));
     for stack in [Stack::ColdPrefetch, Stack::QemuDirect, Stack::QemuHostCache, Stack::PmemDax, Stack::Ram] {
         let key = format!("web_degradation_{}_pct", stack.name().replace('-', "_"));
-        record.summarise(&profile.key(&key), of(record, stack.name(), "web_degradation_pct"));
+        record.summarise(&profile.key(&key), of(record, profile, stack.name(), "web_degradation_pct"));
     }
+}
+
+/// Median of a metric on a side at a profile.
+fn of(record: &Record, profile: Profile, side: &str, metric: &str) -> Option<f64> {
+    record.median(&format!("{side}@{}", profile.name()), metric)
+}
+
+/// Percentage lost, if both were measured.
+fn degraded(before: Option<f64>, after: Option<f64>) -> Option<f64> {
+    before.zip(after).map(|(before, after)| degradation_pct(before, after))
 }
 
 /// Figures of the machine whose guest brings its file cache back; `hot` has read every file before it is measured.
 fn refill(record: &mut Record, profile: Profile) {
-    let of = |record: &Record, side: &str, metric: &str| record.median(&format!("{side}@{}", profile.name()), metric);
     let [refill, prefetch] = ["hearth-refill", "cold-prefetch"];
     for (metric, row) in [
         ("refilled_pct", "cached_before_read_pct"),
@@ -59,26 +66,26 @@ fn refill(record: &mut Record, profile: Profile) {
         ("map_s", "map_s"),
         ("map_bytes_per_mib", "map_bytes_per_mib"),
     ] {
-        record.summarise(&profile.key(metric), of(record, refill, row));
+        record.summarise(&profile.key(metric), of(record, profile, refill, row));
     }
     for (side, name) in
         [("hearth-warm", "warm"), ("hearth-cold", "cold"), (refill, "refill"), (prefetch, "cold_prefetch")]
     {
-        record.summarise(&profile.key(&format!("full_speed_s_{name}")), of(record, side, "full_speed_s"));
+        record.summarise(&profile.key(&format!("full_speed_s_{name}")), of(record, profile, side, "full_speed_s"));
     }
-    let degraded = |before: Option<f64>, after: Option<f64>| before.zip(after).map(|(b, a)| degradation_pct(b, a));
     let hot = "hearth-warm";
     for (metric, before, after) in [
         ("read_degradation_hot_pct", "read_before_mib_s", "read_second_mib_s"),
         ("web_degradation_hot_pct", "web_before_rps", "web_hot_rps"),
     ] {
-        let value = degraded(of(record, hot, before), of(record, hot, after));
+        let value = degraded(of(record, profile, hot, before), of(record, profile, hot, after));
         record.summarise(&profile.key(metric), value);
     }
-    let before = of(record, prefetch, "read_before_mib_s");
-    let value = degraded(before, of(record, prefetch, "read_first_mib_s"));
+    let before = of(record, profile, prefetch, "read_before_mib_s");
+    let value = degraded(before, of(record, profile, prefetch, "read_first_mib_s"));
     record.summarise(&profile.key("read_degradation_cold_prefetch_pct"), value);
-    let faster = ratio(of(record, refill, "read_first_mib_s"), of(record, prefetch, "read_first_mib_s"));
+    let faster =
+        ratio(of(record, profile, refill, "read_first_mib_s"), of(record, profile, prefetch, "read_first_mib_s"));
     record.summarise(&profile.key("read_speedup_refill_over_cold_prefetch"), faster);
 }
 

@@ -2,8 +2,8 @@
 //!
 //! launch (a job) -> admit -> (journal: a hop) -> prepare -> hand -> (journal: committed) -> resume -> retire
 //!
-//! The job also prepares both QEMUs. While the new QEMU is starting the loop goes on. An order of the operator and a crash or the end of the guest come first: the
-//! hop is given up (`give_up_hop`). What else would disturb it is refused (`must_not_hop`).
+//! The job also prepares both QEMUs. While the new QEMU is starting the loop goes on. An order of the operator and a crash or the
+//! end of the guest come first: the hop is given up (`give_up_hop`). What else would disturb it is refused (`must_not_hop`).
 //!
 //! From `admit` to `resume` the loop stands still, but for the guest: what either QEMU says is handled afterwards, and of the one
 //! that lost only its end still counts. Then the loop goes on again, until the old QEMU has been retired.

@@ -169,13 +169,13 @@ impl Ember {
     /// RAM and ledger of the youngest dead incarnation, if it is not settled: only until then is its kernel's own memory there.
     pub fn youngest_unsettled(&self) -> Option<(Arc<RamFile>, Arc<Mutex<Ledger>>)> {
         let sources = lock(&self.sources);
-        let youngest = sources.iter().rev().find(|source| source.trim_order.is_none())?;
+        let youngest = sources.iter().rev().find(|source| !source.is_settled())?;
         Some((youngest.ram.clone(), youngest.ledger.clone()))
     }
 
     fn unsettled(&self) -> Option<Claims> {
         let sources = lock(&self.sources);
-        sources.iter().find(|source| source.trim_order.is_none()).map(Source::claims)
+        sources.iter().find(|source| !source.is_settled()).map(Source::claims)
     }
 
     /// Releases those of the pages that nobody claims any more, after the hold on an incarnation has shrunk. Returns
@@ -240,8 +240,8 @@ impl Ember {
             swept += ram.release_pages(pages.into_iter().map(u64::from))?;
         }
         lock(&self.sources).retain(|source| {
-            let is_settled = source.trim_order.is_some();
-            let keep = !is_settled || source.is_dumped() || source.remaining() > 0 || !source.released.is_empty();
+            let holds = source.remaining() > 0 || !source.released.is_empty();
+            let keep = !source.is_settled() || source.is_dumped() || holds;
             if !keep {
                 discard_files(&self.folder, source.incarnation);
             }

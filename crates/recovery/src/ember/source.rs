@@ -45,6 +45,11 @@ impl Source {
         Ok(self.ram.residency_bytes()? + file_residency_bytes(lock(&self.ledger).path()))
     }
 
+    /// Whether all that is not a block of a disk was released.
+    pub(super) fn is_settled(&self) -> bool {
+        self.trim_order.is_some()
+    }
+
     pub(super) fn is_held(&self) -> bool {
         self.hold.as_ref().is_some_and(|hold| !hold.is_empty())
     }
