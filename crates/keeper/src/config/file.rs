@@ -76,7 +76,8 @@ fields! {
             "Whether to keep a dead incarnation's memory as a source of disk blocks. With `off` every reboot is cold.";
         refill: String = Guest, WithNextStart, Choice(ON_OFF), "`off`", r#""on""#,
             "Whether the next guest gets a list of what the last one had in its file cache, to read it back at once (see \
-             warm-reboot.md). `hearth-refill` must be installed in the guest. It is an extra disk.";
+             warm-reboot.md). `hearth-refill` must be installed in the guest. It is an extra disk. A stop keeps the list \
+             in `/var/lib/hearth/NAME/cache-map` (without root: in `$XDG_STATE_HOME/hearth/NAME/`) for the next start.";
         on_panic: String = Guest, AtTakeOver, Choice(ON_PANIC),
             "`dump+recover`; `recover` if the dump folder cannot be used", r#""dump+recover""#,
             "What to do after a kernel panic or watchdog timeout. `dump+recover` boots the next incarnation at once \

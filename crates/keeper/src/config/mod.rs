@@ -86,14 +86,14 @@ pub struct GuestConfig {
     /// Whether the guest has a channel to its agent.
     #[serde(rename = "guest_agent")]
     pub agent: bool,
-    /// Whether the guest has a disk with the cache map.
+    /// The file that keeps the cache map while the machine is stopped, if the guest has a disk with that map.
     #[serde(serialize_with = "on_or_off")]
-    pub refill: bool,
+    pub refill: Option<PathBuf>,
 }
 
 /// As spelled in the configuration.
-fn on_or_off<S: serde::Serializer>(is_on: &bool, serializer: S) -> Result<S::Ok, S::Error> {
-    serializer.serialize_str(if *is_on { "on" } else { "off" })
+fn on_or_off<S: serde::Serializer>(refill: &Option<PathBuf>, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.serialize_str(if refill.is_some() { "on" } else { "off" })
 }
 
 /// The guest's disks, NVRAM and networks.

@@ -4,9 +4,12 @@
 //!
 //! It is a read-only file in the memory folder, served after all other disks. Its first block says whether there is a map; the
 //! guest's `hearth-refill` reads it until that is decided. The next guest boots meanwhile.
+//!
+//! When the machine stops, the map of its last guest goes into its state folder. Its next guest has nothing in memory, but reads
+//! from the disk in large requests, and what was used most first.
 
-use std::fs::{File, OpenOptions};
-use std::io;
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, Read, Write};
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
@@ -17,9 +20,11 @@ use std::time::Instant;
 use hearth_disk::block::DiskId;
 use hearth_disk::gate::Gate;
 use hearth_disk::image::{Format, Image, ImageOptions};
-use hearth_disk::ledger::Entry;
+use hearth_disk::ledger::{Entry, Ledger};
 use hearth_disk::server::{DiskOptions, DiskServer};
+use hearth_memory::{Durability, RamFile, replace_file};
 use hearth_recovery::ember::Ember;
+use hearth_recovery::incarnation::Incarnation;
 use hearth_recovery::warm_reboot::cache_map::{Blocks, CacheMap};
 use rustix::fs::{FallocateFlags, fallocate};
 
@@ -43,6 +48,8 @@ const RAM_BYTES_PER_MAP_BYTE: u64 = 1024;
 /// The file that the guest reads.
 pub struct CacheMapFile {
     file: File,
+    /// The file that keeps the map while the machine is stopped.
+    kept: PathBuf,
     limit_bytes: usize,
     is_pending: AtomicBool,
     /// What the awaited map's ledger has lost to the boot set.
@@ -50,30 +57,42 @@ pub struct CacheMapFile {
 }
 
 impl CacheMapFile {
-    /// Opens the file of this machine, or makes it. An earlier keeper's map stays, if it was finished.
-    pub fn open(memory_folder: &Path, ram_bytes: u64) -> io::Result<Self> {
+    /// Opens the file of this machine, or makes it. An earlier keeper's map stays, if it was finished. Otherwise the map that the
+    /// machine's last stop has left in `kept` is taken from there: it is good for one start.
+    pub fn open(memory_folder: &Path, kept: PathBuf, ram_bytes: u64) -> io::Result<Self> {
         let mut options = OpenOptions::new();
         let path = path(memory_folder);
         let file = options.read(true).write(true).create(true).truncate(false).mode(0o600).open(path)?;
         let limit_bytes = (ram_bytes / RAM_BYTES_PER_MAP_BYTE).min(FILE_BYTES - HEADER_BYTES as u64) as usize;
-        let file = Self { file, limit_bytes, is_pending: AtomicBool::new(false), parted: Mutex::default() };
+        let file = Self { file, kept, limit_bytes, is_pending: AtomicBool::new(false), parted: Mutex::default() };
         let is_ready = file.file.metadata()?.len() == FILE_BYTES && file.has_map()?;
         if !is_ready {
             file.file.set_len(FILE_BYTES)?;
             file.set_empty()?;
+            file.take_kept();
         }
         Ok(file)
+    }
+
+    fn take_kept(&self) {
+        let mut text = Vec::new();
+        let opened = File::open(&self.kept);
+        let read = opened.and_then(|kept| kept.take(self.limit_bytes as u64 + 1).read_to_end(&mut text));
+        let taken = read.and_then(|_| fs::remove_file(&self.kept)).and_then(|()| {
+            // A machine with less memory than it had.
+            if text.len() > self.limit_bytes { Ok(()) } else { self.put_map(&text) }
+        });
+        if let Err(error) = taken
+            && error.kind() != io::ErrorKind::NotFound
+        {
+            tracing::warn!(%error, kept = %self.kept.display(), "cannot use the cache map that was kept");
+        }
     }
 
     fn has_map(&self) -> io::Result<bool> {
         let mut header = [0; HEADER_BYTES];
         self.file.read_exact_at(&mut header, 0)?;
         Ok(header.starts_with(format!("{MAGIC} ready ").as_bytes()))
-    }
-
-    /// Longest map that the guest may get.
-    pub fn limit_bytes(&self) -> usize {
-        self.limit_bytes
     }
 
     /// Whether a map is awaited.
@@ -117,8 +136,26 @@ impl CacheMapFile {
     /// This is the map.
     pub fn set(&self, map: &CacheMap) -> io::Result<()> {
         self.is_pending.store(false, Relaxed);
-        self.file.write_all_at(map.text().as_bytes(), HEADER_BYTES as u64)?;
-        self.put_header(&format!("ready {}", map.text().len()))
+        self.put_map(map.text().as_bytes())
+    }
+
+    fn put_map(&self, text: &[u8]) -> io::Result<()> {
+        self.file.write_all_at(text, HEADER_BYTES as u64)?;
+        self.put_header(&format!("ready {}", text.len()))
+    }
+
+    /// Keeps a map for the machine's next start.
+    fn keep(&self, map: &CacheMap) -> io::Result<()> {
+        if let Some(folder) = self.kept.parent() {
+            fs::create_dir_all(folder)?;
+        }
+        replace_file(&self.kept, Durability::PowerCut, |kept| kept.write_all(map.text().as_bytes()))
+    }
+
+    /// Reads the map of a dead guest.
+    fn map_of(&self, ram: Arc<RamFile>, ledger: &Mutex<Ledger>, parted: &[Entry]) -> Result<CacheMap, String> {
+        let blocks = Blocks::new(ledger, parted);
+        CacheMap::read(ram, &blocks, self.limit_bytes).map_err(|error| error.to_string())
     }
 
     fn put_header(&self, state: &str) -> io::Result<()> {
@@ -130,30 +167,55 @@ impl CacheMapFile {
 
 /// Starts the thread that reads the map that is awaited from the youngest dead guest's memory, and writes it. None: none is awaited.
 pub fn begin_reading(file: &Option<Arc<CacheMapFile>>, ember: &Arc<Ember>) -> Option<JoinHandle<MemoryMessage>> {
-    let file = file.as_ref().filter(|file| file.is_pending())?;
+    let file = file.clone().filter(|file| file.is_pending())?;
     let (of_thread, ember) = (file.clone(), ember.clone());
-    let thread = std::thread::Builder::new().name("cache-map".to_owned()).spawn(move || read(&of_thread, &ember));
-    let failed = |error| {
-        tracing::warn!(%error, "cannot start the thread that reads the cache map");
+    let started = spawn(move || read(&of_thread, &ember));
+    if started.is_none() {
         file.clear();
+    }
+    started
+}
+
+/// Starts the thread that keeps the map of the machine's last guest for its next start. `parted`: what the guest's ledger loses to
+/// the boot set.
+pub fn begin_keeping(
+    file: Arc<CacheMapFile>,
+    dead: &Incarnation,
+    parted: Vec<Entry>,
+) -> Option<JoinHandle<MemoryMessage>> {
+    let (ram, ledger) = (dead.ram.clone(), dead.ledger.clone()?);
+    spawn(move || {
+        let map = file.map_of(ram, &ledger, &parted)?;
+        file.keep(&map).map_err(|error| format!("{} cannot be written: {error}", file.kept.display()))?;
+        Ok(map)
+    })
+}
+
+/// Starts a thread for work that ends with a map, or why there is none.
+fn spawn(work: impl FnOnce() -> Result<CacheMap, String> + Send + 'static) -> Option<JoinHandle<MemoryMessage>> {
+    let timed = move || {
+        let began = Instant::now();
+        let size =
+            |map: CacheMap| CacheMapSize { pages: map.pages(), files: map.files(), bytes: map.text().len() as u64 };
+        MemoryMessage::CacheMap { read: work().map(size), took: began.elapsed() }
     };
+    let thread = std::thread::Builder::new().name("cache-map".to_owned()).spawn(timed);
+    let failed = |error| tracing::warn!(%error, "cannot start the thread that reads the cache map");
     thread.map_err(failed).ok()
 }
 
-fn read(file: &CacheMapFile, ember: &Ember) -> MemoryMessage {
-    let began = Instant::now();
+fn read(file: &CacheMapFile, ember: &Ember) -> Result<CacheMap, String> {
     let read = ember.youngest_unsettled().ok_or_else(|| "its memory could not be kept".to_owned());
     let read = read.and_then(|(ram, ledger)| {
         let parted = std::mem::take(&mut *file.parted.lock().expect("holders only assign"));
-        let blocks = Blocks::new(&ledger, &parted);
-        let map = CacheMap::read(ram, &blocks, file.limit_bytes()).map_err(|error| error.to_string())?;
+        let map = file.map_of(ram, &ledger, &parted)?;
         file.set(&map).map_err(|error| format!("it cannot be written: {error}"))?;
-        Ok(CacheMapSize { pages: map.pages(), files: map.files(), bytes: map.text().len() as u64 })
+        Ok(map)
     });
     if read.is_err() {
         file.clear();
     }
-    MemoryMessage::CacheMap { read, took: began.elapsed() }
+    read
 }
 
 fn path(memory_folder: &Path) -> PathBuf {
@@ -163,7 +225,7 @@ fn path(memory_folder: &Path) -> PathBuf {
 impl Disks {
     /// Serves the cache map, if the machine has one. Call it after all other disks are served: the guest sees it after them.
     pub fn open_cache_map(&mut self, context: &Context, gate: Option<&Gate>) -> Result<(), MachineError> {
-        if !context.config.guest.refill {
+        if context.config.guest.refill.is_none() {
             return Ok(());
         }
         let failed = |source| MachineError::Image { disk: NAME.to_owned(), source };
@@ -200,13 +262,13 @@ mod tests {
     #[test]
     fn unfinished_map_of_a_dead_keeper_is_dropped() {
         let folder = tempfile::tempdir().unwrap();
-        let open = || CacheMapFile::open(folder.path(), 1 << 30).unwrap();
+        let open = || CacheMapFile::open(folder.path(), folder.path().join("kept"), 1 << 30).unwrap();
         let header = || {
             let text = String::from_utf8(std::fs::read(path(folder.path())).unwrap()).unwrap();
             text.lines().next().unwrap().to_owned()
         };
         let file = open();
-        assert_eq!((header(), file.limit_bytes()), ("hearth-cache-map 1 empty".to_owned(), 1 << 20));
+        assert_eq!((header(), file.limit_bytes), ("hearth-cache-map 1 empty".to_owned(), 1 << 20));
         file.set_pending().unwrap();
         assert_eq!((header(), file.is_pending()), ("hearth-cache-map 1 pending".to_owned(), true));
         let file = open();
@@ -214,5 +276,26 @@ mod tests {
         file.set(&CacheMap::default()).unwrap();
         open();
         assert_eq!(header(), "hearth-cache-map 1 ready 0", "a finished map stays");
+    }
+
+    #[test]
+    fn kept_map_is_good_for_one_start_with_enough_memory() {
+        let folder = tempfile::tempdir().unwrap();
+        let kept = folder.path().join("state/web/cache-map");
+        let start = |ram_bytes| {
+            let memory = tempfile::tempdir().unwrap();
+            CacheMapFile::open(memory.path(), kept.clone(), ram_bytes).unwrap().has_map().unwrap()
+        };
+        let stop = || {
+            let memory = tempfile::tempdir().unwrap();
+            CacheMapFile::open(memory.path(), kept.clone(), 1 << 30).unwrap().keep(&CacheMap::default()).unwrap();
+        };
+        assert!(!start(1 << 30), "the first start");
+        stop();
+        assert!(start(1 << 30));
+        assert!(!start(1 << 30), "it was taken");
+        fs::write(&kept, [b'x'; 2048]).unwrap();
+        assert!(!start(1 << 20), "it is too long for this memory");
+        assert!(!kept.exists());
     }
 }

@@ -52,7 +52,7 @@ pub fn launch(
 ) -> Launch {
     let disks = config.devices.disks.iter().map(|disk| disk_device(folders, &disk.name, disk.queues));
     let nvram = config.devices.nvram.iter().map(|device| disk_device(folders, &device.name, NVRAM_QUEUES));
-    let cache_map = config.guest.refill.then(|| disk_device(folders, cache_map::NAME, CACHE_MAP_QUEUES));
+    let cache_map = config.guest.refill.as_ref().map(|_| disk_device(folders, cache_map::NAME, CACHE_MAP_QUEUES));
     let nets = config.devices.nets.iter().enumerate().map(|(position, net)| {
         let mut backend = net_backend(net, endpoints.number(position));
         if let (true, qemu::NetBackend::User { forward, .. }) = (successor, &mut backend) {
@@ -193,7 +193,7 @@ pub fn hardware(config: &Config, accelerator: Accelerator) -> Vec<String> {
     words.extend(config.devices.disks.iter().map(|disk| format!("disk {} with {} queues", disk.name, disk.queues)));
     words.extend(config.devices.nets.iter().map(|net| format!("net {} {}", net.backend.kind(), net.mac)));
     words.extend(config.guest.watchdog.map(|_| "watchdog".to_owned()));
-    words.extend(config.guest.refill.then(|| "cache map".to_owned()));
+    words.extend(config.guest.refill.as_ref().map(|_| "cache map".to_owned()));
     words.extend(config.qemu.extra_args.iter().map(|word| format!("extra_qemu_args {word}")));
     words
 }

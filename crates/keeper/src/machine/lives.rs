@@ -224,6 +224,7 @@ impl Machine {
         let dead = self.tear_down(guest, how, cause);
         self.warm_reboot.monitor.watch(None);
         self.warm_reboot.succession(&self.disks.servers).drain()?;
+        self.warm_reboot.begin_keeping_cache_map(&dead);
         if let Some(hold) = self.dump_hold(&dead) {
             self.bank_held(dead, hold, true);
         }
@@ -380,6 +381,7 @@ impl Machine {
         }
         self.disks.give_back_nvram(&self.context);
         self.warm_reboot.save_boot_set(&self.context, &self.disks, images);
+        self.warm_reboot.end_keeping_cache_map(&self.context, &mut self.recovery);
         self.warm_reboot.discard_memory(&self.context);
         own_user::release(&self.context.folders.runtime);
         leftovers::remove(&self.context.folders.runtime, &Needed::default());

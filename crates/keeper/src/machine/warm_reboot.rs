@@ -1,6 +1,7 @@
 //! Warm reboot of a machine: what is kept of dead guests' memory, and the budget that limits it.
 
 use std::sync::Arc;
+use std::thread::JoinHandle;
 
 use hearth_api::EventKind;
 use hearth_disk::block::DiskId;
@@ -15,7 +16,7 @@ use hearth_recovery::fast_remount::WarmSources;
 use hearth_recovery::incarnation::Incarnation;
 use hearth_recovery::warm_reboot::{Phase, RebootContext};
 
-use super::cache_map::CacheMapFile;
+use super::cache_map::{self, CacheMapFile};
 use super::memory_monitor::{Kept, MemoryMonitor};
 use super::timeline::LastRecovery;
 use super::{Context, DRAIN_PATIENCE, MachineError, dump};
@@ -32,6 +33,8 @@ pub struct WarmReboot {
     pub monitor: MemoryMonitor,
     /// What the next guest is told of the last one's page cache. None: nothing.
     cache_map: Option<Arc<CacheMapFile>>,
+    /// Keeps the last guest's map, while the machine stops.
+    keeping: Option<JoinHandle<MemoryMessage>>,
 }
 
 impl WarmReboot {
@@ -42,7 +45,8 @@ impl WarmReboot {
         let boot_set = open_boot_set(context, &tagger)?;
         let sources = Arc::new(WarmSources { ember: ember.clone(), boot_set: boot_set.clone() });
         let budget = budget(config);
-        let cache_map = config.guest.refill.then(|| CacheMapFile::open(folder, config.guest.memory_bytes)).transpose();
+        let open = |kept| CacheMapFile::open(folder, kept, config.guest.memory_bytes);
+        let cache_map = config.guest.refill.clone().map(open).transpose();
         let cache_map = cache_map.map_err(MachineError::CacheMap)?.map(Arc::new);
         let tell = context.outside.tell.clone();
         let kept = Kept { boot_set, cache_map: cache_map.clone() };
@@ -51,7 +55,7 @@ impl WarmReboot {
             let _ = tell.send(Event::Memory(message));
         })
         .map_err(MachineError::MemoryMonitor)?;
-        Ok(Self { tagger, ember, sources, budget, monitor, cache_map })
+        Ok(Self { tagger, ember, sources, budget, monitor, cache_map, keeping: None })
     }
 
     pub fn handle_memory(&self, context: &Context, recovery: &mut LastRecovery, message: MemoryMessage) {
@@ -93,6 +97,21 @@ impl WarmReboot {
     pub fn begin_cache_map(&self, dead: &Incarnation) {
         if let Some(file) = &self.cache_map {
             file.begin(self.sources.in_boot_set(dead));
+        }
+    }
+
+    /// Begins to keep the map of the machine's last guest for its next start.
+    pub fn begin_keeping_cache_map(&mut self, dead: &Incarnation) {
+        let file = self.cache_map.clone();
+        self.keeping = file.and_then(|file| cache_map::begin_keeping(file, dead, self.sources.in_boot_set(dead)));
+    }
+
+    /// Waits until that is done.
+    pub fn end_keeping_cache_map(&mut self, context: &Context, recovery: &mut LastRecovery) {
+        match self.keeping.take().map(JoinHandle::join) {
+            Some(Ok(message)) => self.handle_memory(context, recovery, message),
+            Some(Err(_)) => tracing::error!("the thread that keeps the cache map panicked"),
+            None => {}
         }
     }
 

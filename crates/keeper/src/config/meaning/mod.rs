@@ -18,6 +18,7 @@ use super::{
     AdmissionMode, Config, ConfigFile, DevicesConfig, FoldersConfig, GuestConfig, MemoryConfig, OnPanic, QemuConfig,
     Wanted, WatchdogAction,
 };
+use crate::folders::CACHE_MAP;
 use crate::problem::Problem;
 use crate::runtime_root::{HOPS_LOCK, RuntimeRoot};
 
@@ -164,7 +165,7 @@ pub fn resolve(
         boot: boot?,
         watchdog: typed.watchdog.map(watchdog_action),
         agent: guest_agent,
-        refill,
+        refill: refill.then(|| state_folder(&machine).join(CACHE_MAP)),
     };
     Some(Config {
         name: name?,
