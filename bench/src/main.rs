@@ -2,7 +2,7 @@
 //!
 //! - warm-reboot, crash, disk, rejuvenate, restore, remount: one bench each; record in `target/bench/<name>.json`,
 //!   table on standard output
-//! - demo: one machine, one crash, two ways back; report in `target/demo/report.html`
+//! - demo: a web server that crashes, three ways back; report in `target/demo/report.html`
 //! - docs: the tables of `docs/benchmarks/*.md` from the records
 
 mod crash_recovery;
@@ -118,6 +118,9 @@ enum Chore {
         /// Disk profile of the machine
         #[arg(long, env = "PROFILE", default_value = "cloud")]
         profile: Profile,
+        /// Crash three times in each way, and show the medians
+        #[arg(long, env = "LONG", value_parser = clap::builder::FalseyValueParser::new())]
+        long: bool,
     },
     /// Write the tables of docs/benchmarks/*.md from the records
     Docs {
@@ -203,7 +206,7 @@ fn run(chore: Chore) -> Result<(), Box<dyn Error>> {
             };
             harness::measure(remount::NAME, &common, |record| remount::run(&options, record))
         }
-        Chore::Demo { folder, profile } => Ok(demo::run(&folder, profile)?),
+        Chore::Demo { folder, profile, long } => Ok(demo::run(&folder, profile, long)?),
         Chore::Docs { folder } => Ok(docs::rewrite(&folder, &root().join(docs::PAGES))?),
     }
 }

@@ -75,28 +75,39 @@ pub fn nested_host() -> Result<PathBuf> {
     if path.is_file() { Ok(path) } else { Err(Error::NoNestedHost { path }) }
 }
 
-/// The Debian guest, with its agent on the serial console and its root on the first disk.
-pub fn debian() -> Result<Boot> {
-    debian_in("debian")
+/// The Debian guests. Each has its agent on the serial console and its root on the first disk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Debian {
+    /// A web server with 512 files of 1 MiB.
+    Web,
+    /// The same, and PostgreSQL with a table of 300 MiB; `cargo xtask bench restore` makes it.
+    Database,
+    /// The same with 512 files of 4 MiB and a table of 1 GiB; `cargo xtask bench warm-reboot` makes it.
+    Large,
 }
 
-/// The Debian guest's root disk. Copy it: tests share it.
-pub fn debian_root() -> Result<PathBuf> {
-    existing(guest().join("debian/root.img"))
-}
+impl Debian {
+    fn folder(self) -> &'static str {
+        match self {
+            Debian::Web => "debian",
+            Debian::Database => "debian-database",
+            Debian::Large => "debian-large",
+        }
+    }
 
-/// The Debian guest with PostgreSQL; `cargo xtask bench restore` makes it.
-pub fn debian_database() -> Result<Boot> {
-    debian_in("debian-database")
-}
+    /// Memory that can cache all of its files.
+    pub fn memory_mib(self) -> u64 {
+        if self == Debian::Large { 4096 } else { 1024 }
+    }
 
-/// The root disk of the Debian guest with PostgreSQL. Copy it: benches share it.
-pub fn debian_database_root() -> Result<PathBuf> {
-    existing(guest().join("debian-database/root.img"))
-}
+    pub fn boot(self) -> Result<Boot> {
+        boot(self.folder(), "initrd", format!("{CMDLINE} root=/dev/vda rw systemd.show_status=false hearth.agent"))
+    }
 
-fn debian_in(folder: &str) -> Result<Boot> {
-    boot(folder, "initrd", format!("{CMDLINE} root=/dev/vda rw systemd.show_status=false hearth.agent"))
+    /// The root disk. Copy it: tests share it.
+    pub fn root(self) -> Result<PathBuf> {
+        existing(guest().join(self.folder()).join("root.img"))
+    }
 }
 
 /// The guest's `probe`, which also runs on the host.

@@ -15,6 +15,9 @@ enum Contents {
     Ext4 {
         mib: u64,
     },
+    Ext4OfSmallBlocks {
+        mib: u64,
+    },
     Xfs {
         mib: u64,
     },
@@ -44,6 +47,11 @@ impl Disk {
 
     pub fn ext4(mib: u64) -> Self {
         Self::of(Contents::Ext4 { mib })
+    }
+
+    /// An ext4 disk with blocks of 1 KiB, of which the files' pages have four each.
+    pub fn ext4_of_small_blocks(mib: u64) -> Self {
+        Self::of(Contents::Ext4OfSmallBlocks { mib })
     }
 
     /// An XFS disk of at least 300 MiB, even if less is asked for.
@@ -97,6 +105,7 @@ impl Disk {
         match &self.contents {
             Contents::Empty { mib } => images::empty(&image, *mib)?,
             Contents::Ext4 { mib } => images::ext4(&image, *mib, &self.files)?,
+            Contents::Ext4OfSmallBlocks { mib } => images::ext4_of_small_blocks(&image, *mib, &self.files)?,
             Contents::Xfs { mib } => images::xfs(&image, *mib, &self.files)?,
             Contents::CopyOf(source) => images::copy(source, &image)?,
             // Disks have whole blocks, and empty lines mean nothing to a shell.

@@ -42,6 +42,11 @@ pub fn ext4(image: &Path, mib: u64, files: &[File]) -> Result<()> {
     ext4_with(image, mib, files, &[])
 }
 
+/// An ext4 image with blocks of 1 KiB.
+pub fn ext4_of_small_blocks(image: &Path, mib: u64, files: &[File]) -> Result<()> {
+    ext4_with(image, mib, files, &["-b", "1024"])
+}
+
 /// An ext4 image that the guest does not initialise further in the background, and that reserves no blocks for root.
 pub fn ext4_for_good(image: &Path, mib: u64, files: &[File]) -> Result<()> {
     ext4_with(image, mib, files, &["-m", "0", "-E", "lazy_itable_init=0,lazy_journal_init=0"])

@@ -9,7 +9,7 @@ use std::sync::Mutex;
 
 use tempfile::TempDir;
 
-use crate::artifacts::{self, Boot, CPU_MODEL, Linux};
+use crate::artifacts::{self, Boot, CPU_MODEL, Debian, Linux};
 use crate::console::Line;
 use crate::error::{Error, Result, at};
 use crate::guest::{Drives, Guest};
@@ -173,14 +173,9 @@ impl PlainVm {
         PlainVmBuilder::new(name, artifacts::busybox(true))
     }
 
-    /// Needs a copy of [`artifacts::debian_root`] as its first [`PlainVmBuilder::drive`].
-    pub fn debian(name: &str) -> PlainVmBuilder {
-        PlainVmBuilder::new(name, artifacts::debian())
-    }
-
-    /// Needs a copy of [`artifacts::debian_database_root`] as its first [`PlainVmBuilder::drive`].
-    pub fn debian_database(name: &str) -> PlainVmBuilder {
-        PlainVmBuilder::new(name, artifacts::debian_database())
+    /// Needs a copy of [`Debian::root`] as its first [`PlainVmBuilder::drive`].
+    pub fn debian(name: &str, which: Debian) -> PlainVmBuilder {
+        PlainVmBuilder::new(name, which.boot())
     }
 
     pub fn qmp(&self) -> &Qmp {

@@ -25,6 +25,13 @@ fn mentions(pid: Pid, wanted: &[u8]) -> bool {
     command_line.windows(wanted.len()).any(|window| window == wanted)
 }
 
+/// A number in a process's `/proc/PID/status`: a count, or KiB. 0 if the process is gone.
+pub fn figure(pid: u32, key: &str) -> u64 {
+    let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
+    let line = status.lines().find_map(|line| line.strip_prefix(key)?.strip_prefix(':'));
+    line.and_then(|line| line.split_whitespace().next()?.parse().ok()).unwrap_or(0)
+}
+
 /// Kills all processes that mention `folder`.
 pub fn end_all(folder: &Path) {
     // A process that is just being started may appear after the first round, so there are three.

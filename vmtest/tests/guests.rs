@@ -1,8 +1,9 @@
 //! The guests themselves, under plain QEMU: images, console protocol, probe. If these pass, a failed test of Hearth is not the
 //! harness's fault.
 
+use hearth_vmtest::artifacts::Debian;
 use hearth_vmtest::images::File;
-use hearth_vmtest::{Drives, PlainVm, Result, artifacts, images, patience};
+use hearth_vmtest::{Drives, PlainVm, Result, images, patience};
 
 #[test]
 fn command_output_with_any_bytes_is_complete() -> Result<()> {
@@ -104,8 +105,8 @@ fn small_guest_has_fio_and_network() -> Result<()> {
 fn debian_serves_its_files() -> Result<()> {
     let home = tempfile::tempdir().unwrap();
     let root = home.path().join("root.img");
-    images::copy(&artifacts::debian_root()?, &root)?;
-    let vm = PlainVm::debian("debian").drive(&root, "").boot()?;
+    images::copy(&Debian::Web.root()?, &root)?;
+    let vm = PlainVm::debian("debian", Debian::Web).drive(&root, "").boot()?;
     assert_eq!(vm.sh("ls /var/www/html/files | wc -l")?.trim(), "512");
     assert_eq!(vm.sh("curl -s http://localhost/")?, "hearth\n");
     let served = "curl -s http://localhost/files/311.bin -o /run/311.bin && probe verify /run/311.bin 1";

@@ -6,6 +6,7 @@
 //! - `budget`: memory never exceeds the machine's budget.
 //! - `refill`: the next guest's file cache is filled before it is asked for.
 //! - `shelf`: the files that these tests read.
+//! - `soak`: hundreds of reboots in a row.
 
 #[path = "warm_reboot/budget.rs"]
 mod budget;
@@ -13,6 +14,8 @@ mod budget;
 mod refill;
 #[path = "warm_reboot/shelf.rs"]
 mod shelf;
+#[path = "warm_reboot/soak.rs"]
+mod soak;
 #[path = "warm_reboot/truth.rs"]
 mod truth;
 #[path = "warm_reboot/ways.rs"]

@@ -108,6 +108,10 @@ fn run(chore: Chore) -> Outcome {
         Chore::Bench { name, quick, .. } => {
             let name = name.unwrap_or_default();
             match name.as_str() {
+                "warm-reboot" if !quick => {
+                    setup::ensure_tools()?;
+                    guest::debian_large()?;
+                }
                 "crash" => setup::ensure(&[setup::tool("makedumpfile", "makedumpfile")])?,
                 "restore" => {
                     setup::ensure_tools()?;

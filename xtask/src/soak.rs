@@ -16,7 +16,7 @@ struct Soak {
     says: &'static str,
 }
 
-const SOAKS: [Soak; 9] = [
+const SOAKS: [Soak; 10] = [
     Soak {
         name: "disks",
         binary: "disk_simulation",
@@ -51,6 +51,13 @@ const SOAKS: [Soak; 9] = [
         test: "soak::hundreds_of_upgrades_succeed_at_any_moment",
         minutes: 5,
         says: "200 upgrades of the keeper a second or so apart (UPGRADES=200)",
+    },
+    Soak {
+        name: "reboots",
+        binary: "warm_reboot",
+        test: "soak::hundreds_of_reboots_do_not_grow",
+        minutes: 40,
+        says: "200 reboots after which the guest reads its file cache back (REBOOTS=200)",
     },
     Soak {
         name: "keys",

@@ -1,5 +1,6 @@
 //! The guest of every side. Its memory is in use like a busy server's: half file cache, half anonymous.
 
+use std::net::SocketAddr;
 use std::time::Duration;
 
 use hearth_vmtest::images::File;
@@ -57,8 +58,7 @@ fn must(guest: &impl Drives, command: &str) -> Result<()> {
     Err(hearth_vmtest::Error::GuestCommand { command: command.into(), status: output.status, output: output.text() })
 }
 
-/// The service's address and probe.
-pub fn targets(port: u16) -> Targets {
-    let address = (std::net::Ipv4Addr::LOCALHOST, port).into();
+/// The service's probe.
+pub fn targets(address: SocketAddr) -> Targets {
     Targets { address, probe: "/".into(), files: Vec::new(), database: None }
 }

@@ -2,6 +2,7 @@
 //!
 //! panic -> first HTTP 200 -> the dump is complete. Memory of both incarnations is measured from outside all the while.
 
+use std::net::Ipv4Addr;
 use std::path::PathBuf;
 use std::time::Instant;
 
@@ -175,7 +176,7 @@ impl<'a> Machine<'a> {
     /// Waits until the service answers, which ends the boot, and returns the time.
     fn wait_service(&self) -> Result<Instant, CrashError> {
         let port = self.vm.http_port().expect("started with a web port");
-        load::wait_for_service(&guest::targets(port), patience(20))
+        load::wait_for_service(&guest::targets((Ipv4Addr::LOCALHOST, port).into()), patience(20))
             .map_err(|source| CrashError::Load { side: self.case.side(), source })?;
         let answered = Instant::now();
         sides::ready(&self.vm).map_err(|error| self.error(error))?;

@@ -8,15 +8,15 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::Instant;
 
-use hearth_vmtest::{Drives, PlainVm, patience, qemu_dump};
+use hearth_vmtest::artifacts::Debian;
+use hearth_vmtest::{Drives, PlainVm, page_cache, patience, qemu_dump};
 use serde_json::json;
 
 use super::{Bench, CrashError, MIB, guest};
 use crate::host::profile::{DiskRate, Profile};
 use crate::load;
 use crate::record::Record;
-use crate::sides::{copy_root, free_port};
-use hearth_vmtest::page_cache;
+use crate::sides::{Ports, copy_root};
 
 const SIDE: &str = "qemu";
 
@@ -24,7 +24,7 @@ pub struct Machine<'a> {
     bench: &'a Bench<'a>,
     profile: Profile,
     vm: PlainVm,
-    port: u16,
+    ports: Ports,
     crashes: usize,
 }
 
@@ -48,11 +48,11 @@ impl<'a> Machine<'a> {
         copy_root(&image)?;
         let evicted = page_cache::evict(&image).and_then(|()| page_cache::evict(&bench.data));
         evicted.map_err(|source| CrashError::File { path: image.clone(), source })?;
-        let port = free_port();
+        let ports = Ports::free();
         bench.rig.limit(Profile::Asis)?;
-        let start = |rate| builder(bench, &image, port, rate).start();
+        let start = |rate| builder(bench, &image, ports, rate).start();
         let vm = bench.rig.launch(profile, start)?.map_err(machine_error)?;
-        Ok(Machine { bench, profile, vm, port, crashes: 0 })
+        Ok(Machine { bench, profile, vm, ports, crashes: 0 })
     }
 
     /// Crashes without a dump `repeats` times, and once with one.
@@ -142,7 +142,7 @@ impl<'a> Machine<'a> {
     }
 
     fn wait_service(&self) -> Result<(), CrashError> {
-        load::wait_for_service(&guest::targets(self.port), patience(20))
+        load::wait_for_service(&guest::targets(self.ports.web()), patience(20))
             .map_err(|source| CrashError::Load { side: SIDE.into(), source })
     }
 
@@ -151,23 +151,16 @@ impl<'a> Machine<'a> {
     }
 }
 
-fn builder(bench: &Bench<'_>, image: &Path, port: u16, rate: Option<DiskRate>) -> hearth_vmtest::PlainVmBuilder {
+fn builder(bench: &Bench<'_>, image: &Path, ports: Ports, rate: Option<DiskRate>) -> hearth_vmtest::PlainVmBuilder {
     let cache = "cache=none,aio=io_uring";
-    let throttled = rate.map_or_else(|| cache.into(), |rate| format!("{cache}{}", throttling(rate)));
-    let net = format!("user,id=net,hostfwd=tcp:127.0.0.1:{port}-:80");
-    PlainVm::debian("crash")
-        .memory_mib(bench.shape.memory_mib)
-        .args(["-action", "panic=pause", "-device", "vmcoreinfo"])
-        .args(["-netdev", &net, "-device", "virtio-net-pci,netdev=net,romfile="])
-        .drive(image, &throttled)
-        .drive(&bench.data, &format!("readonly=on,{throttled}"))
-}
-
-fn throttling(rate: DiskRate) -> String {
-    let (bps, iops) = (rate.bytes_per_second(), rate.iops);
-    format!(
-        ",throttling.bps-read={bps},throttling.bps-write={bps},throttling.iops-read={iops},throttling.iops-write={iops}"
-    )
+    let throttled = rate.map_or_else(|| cache.into(), |rate| format!("{cache}{}", rate.qemu_throttling()));
+    let builder = PlainVm::debian("crash", Debian::Web).memory_mib(bench.shape.memory_mib).args([
+        "-action",
+        "panic=pause",
+        "-device",
+        "vmcoreinfo",
+    ]);
+    ports.under_qemu(builder).drive(image, &throttled).drive(&bench.data, &format!("readonly=on,{throttled}"))
 }
 
 struct DumpFiles {

@@ -1,9 +1,9 @@
-//! One machine of the demo, from its first boot to the service after its panic.
+//! The demo's machines, and each of their crashes: from the load before it to the service after it.
 
 use std::path::Path;
 use std::time::Duration;
 
-use hearth_api::{EmberStatus, Recovery};
+use hearth_api::{EmberStatus, QemuStatus, Recovery};
 use hearth_vmtest::patience;
 
 use super::{DemoError, Progress};
@@ -14,112 +14,141 @@ use crate::report::Run;
 use crate::sides::{Guest, HearthMachine, HearthOptions, Machine, Way};
 use crate::warm_reboot::targets;
 
-/// Seconds of load before and after the panic.
-const BEFORE_S: f64 = 15.0;
+/// Seconds of load before and after the crash.
+const BEFORE_S: f64 = 10.0;
 pub const AFTER_S: f64 = 24.0;
 const PLOT_STEP_S: f64 = 0.5;
 const MIB: f64 = 1048576.0;
 
-/// Measurements of one machine.
+/// Measurements of one crash.
 pub struct Life {
     pub run: Run,
-    pub accelerator: String,
-    pub accelerator_why: String,
-    pub qemu: String,
-    pub web_before: f64,
-    pub web_after: f64,
-    pub boot_s: f64,
-    /// From the panic until requests are served as before; `None` if they were not.
-    pub full_speed_s: Option<f64>,
-    /// Read from the disk since the panic.
+    /// Read from the disk since the crash.
     pub from_disk_mib: f64,
     pub ember: EmberStatus,
     pub recovery: Option<Recovery>,
-    /// Requests per second; the panic is at time zero.
-    pub series: Vec<(f64, f64)>,
-}
-
-pub fn live(image: &Path, run: Run, profile: Profile, progress: &Progress) -> Result<Life, DemoError> {
-    let word = match run {
-        Run::Refill => "warm with refill",
-        Run::Warm => "warm",
-        Run::Cold => "cold (nothing kept)",
-    };
-    progress.tell(&format!("{word}: a Debian machine boots under Hearth"));
-    let machine = HearthMachine::start(&HearthOptions {
-        guest: Guest::Debian,
-        image,
-        accelerator: "auto",
-        rate: profile.rate(),
-        warm: run != Run::Cold,
-        refill: run == Run::Refill,
-    })?;
-    // This wait comes first, because its error shows the console of a guest that does not boot.
-    machine.wait_agent(1)?;
-    load::wait_for_service(&targets(&machine), patience(20))?;
-    machine.ready()?;
-    let qemu = machine.machine_status()?.qemu;
-    progress.tell(&format!("{word}: it serves; its 512 files of 1 MiB are read into its file cache"));
-    machine.run_within(&format!("cat {} >/dev/null", Guest::Debian.files()), Duration::from_secs(300))?;
-    let served = serve_and_panic(&machine, word, progress)?;
-    let status = machine.machine_status()?;
-    progress.tell(&format!("{word}: done; {:.0} MiB came from the disk since the panic", served.from_disk_mib));
-    let (accelerator, accelerator_why, version) =
-        qemu.map_or_else(Default::default, |qemu| (qemu.accelerator, qemu.accelerator_why, qemu.version));
-    Ok(Life {
-        run,
-        accelerator,
-        accelerator_why,
-        qemu: version,
-        web_before: served.before,
-        web_after: served.after,
-        boot_s: served.back_s,
-        full_speed_s: served.full_speed_s,
-        from_disk_mib: served.from_disk_mib,
-        ember: status.ember,
-        recovery: status.last_recovery,
-        series: served.series,
-    })
-}
-
-struct Served {
-    from_disk_mib: f64,
-    before: f64,
-    after: f64,
+    trace: Trace,
+    begun_s: f64,
+    crashed_s: f64,
     back_s: f64,
-    full_speed_s: Option<f64>,
-    series: Vec<(f64, f64)>,
 }
 
-/// Measures the web load over a panic.
-fn serve_and_panic(machine: &HearthMachine, word: &str, progress: &Progress) -> Result<Served, DemoError> {
-    progress.tell(&format!("{word}: web load for {BEFORE_S:.0} s"));
-    let load = Load::start(targets(machine))?;
-    let begun_s = load.wait_back(patience(5))?;
-    load.run_until(begun_s + BEFORE_S);
-    let read_bytes = || machine.own_read_bytes().unwrap_or(0);
-    let (panic_s, read_before) = (load.now_s(), read_bytes());
-    machine.crash(Way::Warm)?;
-    load.announce_outage();
-    progress.tell(&format!("{word}: the kernel panicked (sysrq); Hearth starts the next incarnation"));
-    let back_s = load.wait_back(patience(20))?;
-    machine.ready()?;
-    progress.tell(&format!("{word}: it serves again after {:.1} s; load for {AFTER_S:.0} s", back_s - panic_s));
-    load.run_until(back_s + AFTER_S);
-    let from_disk_mib = read_bytes().saturating_sub(read_before) as f64 / MIB;
-    Ok(served(&load.trace(), begun_s, panic_s, back_s, from_disk_mib))
+impl Life {
+    /// Requests per second before the crash.
+    pub fn web_before(&self) -> f64 {
+        self.trace.requests_per_second(self.begun_s, self.crashed_s)
+    }
+
+    /// Requests per second from the first answer after the crash on.
+    pub fn web_after(&self) -> f64 {
+        self.trace.requests_per_second(self.back_s, self.back_s + AFTER_S)
+    }
+
+    /// Seconds from the crash to the first answer.
+    pub fn outage_s(&self) -> f64 {
+        self.back_s - self.crashed_s
+    }
+
+    /// Seconds from the crash until 95 % of `rate` requests a second are served for good; `None` if they were not.
+    pub fn full_speed_s(&self, rate: f64) -> Option<f64> {
+        let at_s = self.trace.full_speed_s(self.back_s, self.back_s + AFTER_S, rate)?;
+        Some(at_s - self.crashed_s)
+    }
+
+    /// Requests per second over time; the crash is at time zero.
+    pub fn series(&self) -> Vec<(f64, f64)> {
+        self.trace.series(self.crashed_s, self.begun_s - self.crashed_s, self.outage_s() + AFTER_S, PLOT_STEP_S)
+    }
+
+    #[cfg(test)]
+    pub fn with_answers(run: Run, trace: Trace, [begun_s, crashed_s, back_s]: [f64; 3]) -> Self {
+        let ember = EmberStatus {
+            mode: hearth_api::EmberMode::On,
+            pages_kept: 0,
+            kept_bytes: 0,
+            pages_served: 0,
+            served_bytes: 0,
+            pages_served_in_part: 0,
+            refused: hearth_api::Refused::default(),
+            pages_remaining: 0,
+            remaining_bytes: 0,
+        };
+        Life { run, from_disk_mib: 0.0, ember, recovery: None, trace, begun_s, crashed_s, back_s }
+    }
 }
 
-fn served(trace: &Trace, begun_s: f64, panic_s: f64, back_s: f64, from_disk_mib: f64) -> Served {
-    let outage_s = back_s - panic_s;
-    let before = trace.requests_per_second(begun_s, panic_s);
-    Served {
-        from_disk_mib,
-        before,
-        full_speed_s: trace.full_speed_s(back_s, back_s + AFTER_S, before).map(|at_s| at_s - panic_s),
-        after: trace.requests_per_second(back_s, back_s + AFTER_S),
-        back_s: outage_s,
-        series: trace.series(panic_s, begun_s - panic_s, outage_s + AFTER_S, PLOT_STEP_S),
+/// A machine of the demo.
+pub struct Server<'a> {
+    machine: HearthMachine,
+    boots: usize,
+    progress: &'a Progress,
+}
+
+impl<'a> Server<'a> {
+    /// Starts a machine on this image, and waits until it serves.
+    pub fn start(image: &Path, refill: bool, profile: Profile, progress: &'a Progress) -> Result<Self, DemoError> {
+        let with = if refill { " with refill" } else { "" };
+        progress.tell(&format!("a Debian machine{with} boots under Hearth"));
+        let machine = HearthMachine::start(&HearthOptions {
+            guest: Guest::Debian,
+            image,
+            accelerator: "auto",
+            rate: profile.rate(),
+            warm: true,
+            refill,
+        })?;
+        let server = Server { machine, boots: 1, progress };
+        server.wait_ready()?;
+        load::wait_for_service(&targets(&server.machine), patience(20))?;
+        server.machine.ready()?;
+        Ok(server)
+    }
+
+    pub fn qemu(&self) -> Result<Option<QemuStatus>, DemoError> {
+        Ok(self.machine.machine_status()?.qemu)
+    }
+
+    /// Its error shows the console of a guest that does not boot.
+    fn wait_ready(&self) -> Result<(), DemoError> {
+        Ok(self.machine.wait_agent(self.boots)?)
+    }
+
+    /// Fills the file cache, and measures the web load over a crash.
+    pub fn crash(&mut self, run: Run) -> Result<Life, DemoError> {
+        let (word, way) = match run {
+            Run::Refill => ("warm with refill", Way::Warm),
+            Run::Warm => ("warm", Way::Warm),
+            Run::Cold => ("cold (nothing kept)", Way::Cold),
+        };
+        let tell = |what: &str| self.progress.tell(&format!("{word}: {what}"));
+        tell("its 512 files of 1 MiB are read into its file cache");
+        let read = format!("cat {} >/dev/null", Guest::Debian.files());
+        self.machine.run_within(&read, Duration::from_secs(300))?;
+        tell(&format!("web load for {BEFORE_S:.0} s"));
+        let load = Load::start(targets(&self.machine))?;
+        let begun_s = load.wait_back(patience(5))?;
+        load.run_until(begun_s + BEFORE_S);
+        let read_bytes = || self.machine.own_read_bytes().unwrap_or(0);
+        let (crashed_s, read_before) = (load.now_s(), read_bytes());
+        self.machine.crash(way)?;
+        load.announce_outage();
+        self.boots += 1;
+        match way {
+            Way::Cold => tell("the machine was reset, and its memory dropped"),
+            _ => tell("the kernel panicked (sysrq); Hearth starts the next incarnation"),
+        }
+        let back_s = load.wait_back(patience(20))?;
+        self.machine.ready()?;
+        tell(&format!("it serves again after {:.1} s; load for {AFTER_S:.0} s", back_s - crashed_s));
+        load.run_until(back_s + AFTER_S);
+        let from_disk_mib = read_bytes().saturating_sub(read_before) as f64 / MIB;
+        let trace = load.trace();
+        drop(load);
+        self.wait_ready()?;
+        let status = self.machine.machine_status()?;
+        tell(&format!("done; {from_disk_mib:.0} MiB came from the disk since the crash"));
+        let (ember, recovery) = (status.ember, status.last_recovery);
+        Ok(Life { run, from_disk_mib, ember, recovery, trace, begun_s, crashed_s, back_s })
     }
 }
 
@@ -132,12 +161,13 @@ mod tests {
     fn rates_cover_the_windows_around_the_outage() {
         let ends = (0..200).chain(300..600).map(|tenth| f64::from(tenth) / 10.0);
         let trace = Trace { samples: ends.map(|end| Sample { begun_s: end, ended_s: end, bytes: 1 }).collect() };
-        let served = served(&trace, 0.0, 20.0, 30.0, 1.0);
-        assert_eq!((served.before, served.after, served.back_s), (10.0, 10.0, 10.0));
-        assert_eq!(served.full_speed_s, Some(10.0));
-        assert_eq!(served.series.first().map(|point| point.0), Some(-19.75));
-        assert_eq!(served.series.last().map(|point| point.0), Some(10.0 + AFTER_S - 0.25));
-        let outage: f64 = served.series.iter().filter(|point| (0.0..10.0).contains(&point.0)).map(|p| p.1).sum();
+        let life = Life::with_answers(Run::Warm, trace, [0.0, 20.0, 30.0]);
+        assert_eq!((life.web_before(), life.web_after(), life.outage_s()), (10.0, 10.0, 10.0));
+        assert_eq!((life.full_speed_s(10.0), life.full_speed_s(20.0)), (Some(10.0), None));
+        let series = life.series();
+        assert_eq!(series.first().map(|point| point.0), Some(-19.75));
+        assert_eq!(series.last().map(|point| point.0), Some(10.0 + AFTER_S - 0.25));
+        let outage: f64 = series.iter().filter(|point| (0.0..10.0).contains(&point.0)).map(|p| p.1).sum();
         assert_eq!(outage, 0.0);
     }
 }

@@ -1,6 +1,6 @@
-//! The demo's report, from the measurements of both machines.
+//! The demo's report, from one crash of each way.
 
-use hearth_api::{EmberStatus, Recovery};
+use hearth_api::{EmberStatus, QemuStatus, Recovery};
 
 use super::life::{AFTER_S, Life};
 use crate::host::facts::HostFacts;
@@ -9,21 +9,22 @@ use crate::report::{ByRun, Line, Phase, Report, Run, Series, Tile, Timeline};
 use crate::stats::degradation_pct;
 use crate::table::figure;
 
-pub fn report(lives: &[Life], machine: &HostFacts, profile: Profile) -> Report {
-    let full_speed_s = |run: Run| lives.iter().find(|life| life.run == run).and_then(|life| life.full_speed_s);
+/// `before`: requests a second before the crashes.
+pub fn report(lives: &[Life], before: f64, qemu: Option<&QemuStatus>, machine: &HostFacts, profile: Profile) -> Report {
+    let full_speed_s = |run: Run| lives.iter().find(|life| life.run == run).and_then(|life| life.full_speed_s(before));
     Report {
-        title: "A kernel panic, warm and cold".to_owned(),
+        title: "A kernel crash, warm and cold".to_owned(),
         lead:
-            "A Debian web server with 512 files of 1 MiB in its file cache panicked under load. Hearth brought it back \
+            "A Debian web server with 512 files of 1 MiB in its file cache crashed under load. Hearth brought it back \
                with that file cache, read back from the memory of its dead kernel before anybody asked (refill); on that \
                memory alone (warm); and, for comparison, on its disk alone (cold)."
                 .to_owned(),
         verdict: verdict(full_speed_s(Run::Refill), full_speed_s(Run::Cold)),
-        tiles: tiles(lives),
+        tiles: tiles(lives, before),
         series: lives.iter().map(series).collect(),
-        lines: lines(lives),
+        lines: lines(lives, before),
         timelines: lives.iter().filter_map(timeline).collect(),
-        notes: notes(&lives[0], machine, profile),
+        notes: notes(qemu, machine, profile),
         footer: format!("Hearth {}, {}", env!("CARGO_PKG_VERSION"), crate::host::facts::now_rfc3339()),
     }
 }
@@ -42,7 +43,7 @@ fn verdict(refill_s: Option<f64>, cold_s: Option<f64>) -> String {
             "Verdict: with refill the server did not serve as before within {AFTER_S:.0} s of its first answer."
         );
     };
-    let with = format!("Verdict: with refill the server served as before {refill_s:.1} s after the panic");
+    let with = format!("Verdict: with refill the server served as before {refill_s:.1} s after the crash");
     let Some(cold_s) = cold_s else {
         return format!("{with}; after the cold reboot not within {AFTER_S:.0} s of its first answer.");
     };
@@ -55,42 +56,43 @@ fn verdict(refill_s: Option<f64>, cold_s: Option<f64>) -> String {
     }
 }
 
-fn tiles(lives: &[Life]) -> Vec<Tile> {
+fn tiles(lives: &[Life], before: f64) -> Vec<Tile> {
     let tile = |label: &str, note: &str, text: &dyn Fn(&Life) -> String| Tile {
         label: label.to_owned(),
         values: by_run(lives, text),
         note: note.to_owned(),
     };
-    let loss = |life: &Life| degradation_pct(life.web_before, life.web_after);
+    let loss = |life: &Life| degradation_pct(before, life.web_after());
     vec![
-        tile("Serves as before", "from the panic until 95 % of the requests a second, for good", &|life| {
-            life.full_speed_s.map_or("–".to_owned(), |full_s| format!("{full_s:.1} s"))
+        tile("Serves as before", "from the crash until 95 % of the requests a second, for good", &|life| {
+            life.full_speed_s(before).map_or("–".to_owned(), |full_s| format!("{full_s:.1} s"))
         }),
         tile("Web throughput lost", &format!("first {AFTER_S:.0} s of service, against before"), &|life| {
             format!("{:.0} %", loss(life))
         }),
-        tile("Read from the disk", "from the panic to the end of the load", &|life| mib(life.from_disk_mib)),
-        tile("Back in service", "from the panic to the first answer", &|life| format!("{:.1} s", life.boot_s)),
+        tile("Read from the disk", "from the crash to the end of the load", &|life| mib(life.from_disk_mib)),
+        tile("Back in service", "from the crash to the first answer", &|life| format!("{:.1} s", life.outage_s())),
     ]
 }
 
 fn series(life: &Life) -> Series {
-    Series { run: life.run, points: life.series.clone(), back_s: life.boot_s }
+    Series { run: life.run, points: life.series(), back_s: life.outage_s() }
 }
 
-fn lines(lives: &[Life]) -> Vec<Line> {
+fn lines(lives: &[Life], before: f64) -> Vec<Line> {
     let line = |measure: &str, before: String, text: &dyn Fn(&Life) -> String| Line {
         measure: measure.to_owned(),
         before,
         values: by_run(lives, text),
     };
     let nothing = || "–".to_owned();
-    let web_before = lives.iter().map(|life| life.web_before).sum::<f64>() / lives.len() as f64;
     let pages = |of: fn(&EmberStatus) -> u64| move |life: &Life| of(&life.ember).to_string();
     vec![
-        line("web requests per second", figure(web_before), &|life| figure(life.web_after)),
-        line("panic to first answer, s", nothing(), &|life| figure(life.boot_s)),
-        line("panic to 95 % of the requests, s", nothing(), &|life| life.full_speed_s.map_or_else(nothing, figure)),
+        line("web requests per second", figure(before), &|life| figure(life.web_after())),
+        line("crash to first answer, s", nothing(), &|life| figure(life.outage_s())),
+        line("crash to 95 % of the requests, s", nothing(), &|life| {
+            life.full_speed_s(before).map_or_else(nothing, figure)
+        }),
         line("read from the disk, MiB", nothing(), &|life| figure(life.from_disk_mib)),
         line("pages kept of the dead kernel", nothing(), &pages(|ember| ember.pages_kept)),
         line("pages served from them", nothing(), &pages(|ember| ember.pages_served)),
@@ -110,32 +112,28 @@ fn timeline(life: &Life) -> Option<Timeline> {
     Some(Timeline {
         run: life.run,
         recovery_ms: recovery.duration_ms,
-        outage_ms: life.boot_s * 1e3,
+        outage_ms: life.outage_s() * 1e3,
         phases: recovery.phases.iter().map(phase).collect(),
     })
 }
 
-fn notes(life: &Life, machine: &HostFacts, profile: Profile) -> Vec<String> {
+fn notes(qemu: Option<&QemuStatus>, machine: &HostFacts, profile: Profile) -> Vec<String> {
     let mut notes = vec![
-        format!("{}; {}.", machine.describe(), qemu(life)),
-        format!("The disk was limited to {} by Hearth's own limits, in all three lives alike.", profile.describe()),
+        format!("{}; QEMU {}.", machine.describe(), qemu.map_or("", |qemu| &qemu.version)),
+        format!("The disk was limited to {} by Hearth's own limits, in all ways alike.", profile.describe()),
     ];
-    if life.accelerator == "tcg" {
+    if let Some(qemu) = qemu.filter(|qemu| qemu.accelerator == "tcg") {
         notes.push(format!(
             "The guest ran on TCG, QEMU's emulation ({}). It makes all that the guest's processor does slow, a boot \
              above all, and reads from memory too; so warm and cold differ less here than on a real processor.",
-            life.accelerator_why
+            qemu.accelerator_why
         ));
     }
     notes.push(
-        "One client asks for the files in turn, one request at a time. \"Before\" is the mean of all machines."
+        "One client asks for the files in turn, one request at a time. \"Before\" is the median before all crashes."
             .to_owned(),
     );
     notes
-}
-
-fn qemu(life: &Life) -> String {
-    format!("QEMU {}", life.qemu)
 }
 
 fn mib(mib: f64) -> String {

@@ -1,14 +1,15 @@
 //! The guest of every side. Its memory is in use by a large process, a file cache, of which its web server serves a part, and a
 //! database's buffers. Without a database it is busybox with its web server.
 
-use std::net::{Ipv4Addr, SocketAddr};
 use std::path::Path;
 
+use hearth_vmtest::artifacts::Debian;
 use hearth_vmtest::images::{self, File};
-use hearth_vmtest::{Disk, Drives, PlainVm, PlainVmBuilder, Result, TestVm, TestVmBuilder, artifacts};
+use hearth_vmtest::{Disk, Drives, PlainVm, PlainVmBuilder, Result, TestVm, TestVmBuilder};
 
-use super::{Ports, RestoreError, Shape, WINDOW_REQUESTS};
+use super::{RestoreError, Shape, WINDOW_REQUESTS};
 use crate::load::{Database, Query, Targets};
+use crate::sides::Ports;
 
 /// Number of requests for each file, more than any run uses.
 const TURNS: usize = 1000;
@@ -21,7 +22,7 @@ const QUERY_ROWS: u64 = 2900;
 /// Makes the disk image with the web server's files and the database.
 pub fn make_image(shape: Shape, image: &Path) -> std::result::Result<(), RestoreError> {
     let made = if shape.has_database() {
-        artifacts::debian_database_root().and_then(|root| images::copy(&root, image))
+        Debian::Database.root().and_then(|root| images::copy(&root, image))
     } else {
         let page = File { path: "index.html".to_owned(), contents: b"here\n".to_vec() };
         let files = (0..shape.web_files as u64)
@@ -34,12 +35,16 @@ pub fn make_image(shape: Shape, image: &Path) -> std::result::Result<(), Restore
 
 pub fn machine(shape: Shape, name: &str, image: &Path) -> TestVmBuilder {
     let disk = Disk::in_place(image);
-    if shape.has_database() { TestVm::debian_database(name).root(disk) } else { TestVm::busybox(name).disk(disk) }
+    if shape.has_database() {
+        TestVm::debian_with(name, Debian::Database).root(disk)
+    } else {
+        TestVm::busybox(name).disk(disk)
+    }
 }
 
 /// The plain machine; its image must be its first drive.
 pub fn plain(shape: Shape, name: &str) -> PlainVmBuilder {
-    if shape.has_database() { PlainVm::debian_database(name) } else { PlainVm::busybox(name) }
+    if shape.has_database() { PlainVm::debian(name, Debian::Database) } else { PlainVm::busybox(name) }
 }
 
 /// Fills the file cache, the database's buffers, and anonymous memory for as long as the guest lives.
@@ -101,11 +106,10 @@ pub fn targets(ports: Ports, shape: Shape, seed: u64) -> Targets {
         shuffle(&mut turn, &mut below);
         queries.extend(turn.iter().map(|&number| query(1 + number as u64 * shape.rows / shape.hot_files as u64)));
     }
-    let here = |port| SocketAddr::from((Ipv4Addr::LOCALHOST, port));
     // A new client comes after as many requests as a window has, so that each window includes one.
-    let database = Database { address: here(ports.database), queries, per_client: WINDOW_REQUESTS / 2 };
+    let database = Database { address: ports.database(), queries, per_client: WINDOW_REQUESTS / 2 };
     let database = Some(database).filter(|_| shape.has_database());
-    Targets { address: here(ports.web), probe: "/".to_owned(), files, database }
+    Targets { address: ports.web(), probe: "/".to_owned(), files, database }
 }
 
 fn shuffle(turn: &mut [usize], below: &mut impl FnMut(usize) -> usize) {
@@ -134,7 +138,7 @@ mod tests {
     #[test]
     fn requests_of_two_seeds_differ_only_in_order() {
         let shape = Shape::of(false);
-        let ports = Ports { web: 80, database: 5432 };
+        let ports = Ports::free();
         let asked = |seed| {
             let Targets { files, database, .. } = targets(ports, shape, seed);
             let queries = database.into_iter().flat_map(|database| database.queries).map(|query| query.text);

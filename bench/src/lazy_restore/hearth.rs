@@ -8,10 +8,9 @@ use std::time::Instant;
 use hearth_api::RestoreStatus;
 use hearth_vmtest::{Disk, Drives, TestVm, event, page_cache, patience};
 use serde_json::Value;
-use toml::Value as Toml;
 
 use super::{
-    Bench, COUNTED_REQUESTS, MIB, Ports, RestoreError, await_answers, case, guest,
+    Bench, COUNTED_REQUESTS, MIB, RestoreError, await_answers, case, guest,
     store::{Far, STORE},
     waits::{self, Waits},
 };
@@ -19,6 +18,7 @@ use crate::host::profile::Profile;
 use crate::load::Load;
 use crate::record::Record;
 use crate::responsiveness::Responsiveness;
+use crate::sides::Ports;
 
 const HEARTH: &str = "hearth";
 
@@ -155,10 +155,8 @@ impl<'a> Saved<'a> {
         let (image, snapshot) = (bench.rig.folder().join("hearth.img"), bench.rig.folder().join("snapshot"));
         guest::make_image(bench.shape, &image)?;
         let ports = Ports::free();
-        let forward = ports.forwards().map(|(host, guest)| Toml::from(format!("127.0.0.1:{host}:{guest}")));
         let builder = guest::machine(bench.shape, "saved", &image).memory_mib(bench.shape.memory_mib);
-        let builder = builder.net([("kind", Toml::from("user")), ("forward", Toml::Array(forward.to_vec()))]);
-        let builder = builder.setting("accelerator", record.machine.accelerator.name());
+        let builder = ports.under_hearth(builder).setting("accelerator", record.machine.accelerator.name());
         let far = Far::start(bench.rig.folder())?;
         let vm = far.known_to(builder).boot().map_err(machine)?;
         guest::fill(&vm, bench.shape).map_err(machine)?;

@@ -29,7 +29,7 @@ use hearth_vmtest::patience;
 use crate::host::profile::Profile;
 use crate::load::{Load, LoadError};
 use crate::record::Record;
-use crate::sides::{Rig, RigError, free_port};
+use crate::sides::{Rig, RigError};
 
 pub use summary::table;
 
@@ -154,24 +154,6 @@ impl Shape {
 
     fn has_database(&self) -> bool {
         self.rows > 0
-    }
-}
-
-/// Ports of this host that are forwarded to the guest's services.
-#[derive(Clone, Copy)]
-struct Ports {
-    web: u16,
-    database: u16,
-}
-
-impl Ports {
-    fn free() -> Self {
-        Ports { web: free_port(), database: free_port() }
-    }
-
-    /// Pairs of a port of this host and a port of the guest.
-    fn forwards(self) -> [(u16, u16); 2] {
-        [(self.web, 80), (self.database, 5432)]
     }
 }
 

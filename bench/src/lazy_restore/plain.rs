@@ -6,10 +6,11 @@ use std::time::Instant;
 use hearth_vmtest::{Drives, PlainVm, PlainVmBuilder, artifacts, patience};
 use serde_json::{Value, json};
 
-use super::{Bench, COUNTED_REQUESTS, LOOK_EVERY, MIB, Ports, RestoreError, await_answers, case, guest, waits::Waits};
+use super::{Bench, COUNTED_REQUESTS, LOOK_EVERY, MIB, RestoreError, await_answers, case, guest, waits::Waits};
 use crate::host::profile::Profile;
 use crate::load::Load;
 use crate::record::Record;
+use crate::sides::Ports;
 use hearth_vmtest::page_cache;
 
 const SEED: u64 = 200;
@@ -68,12 +69,9 @@ impl<'a> Saved<'a> {
     }
 
     fn builder(&self, drive: &str) -> hearth_vmtest::Result<PlainVmBuilder> {
-        let forwards = self.ports.forwards().map(|(host, guest)| format!(",hostfwd=tcp:127.0.0.1:{host}-:{guest}"));
-        let net = format!("user,id=net{}", forwards.concat());
         let builder = guest::plain(self.bench.shape, "plain").memory_mib(self.bench.shape.memory_mib);
         let builder = builder.accelerator(self.bench.rig.accelerator().name());
-        let builder = builder.args(["-netdev", &net, "-device", "virtio-net-pci,netdev=net,romfile="]);
-        let builder = builder.drive(&self.image, &format!("cache=none,aio=io_uring{drive}"));
+        let builder = self.ports.under_qemu(builder).drive(&self.image, &format!("cache=none,aio=io_uring{drive}"));
         match self.format {
             Format::Stream => Ok(builder),
             Format::Mapped => Ok(builder.qemu(&artifacts::qemu_10()?)),

@@ -8,6 +8,7 @@
 
 mod connection;
 pub mod http;
+pub mod queries;
 pub mod sql;
 #[cfg(test)]
 pub mod testing;
@@ -33,6 +34,8 @@ pub enum LoadError {
     NotBack { address: SocketAddr, after: Duration, last: Option<String> },
     #[error("{path} on {address}: {what}")]
     Fetch { address: SocketAddr, path: String, what: String },
+    #[error("database at {address}")]
+    Query { address: SocketAddr, source: sql::SqlError },
     #[error("cannot start the load generator's thread")]
     Thread(#[source] std::io::Error),
 }

@@ -2,8 +2,9 @@
 
 use std::path::{Path, PathBuf};
 
+use hearth_vmtest::artifacts::Debian;
 use hearth_vmtest::images::{self, File};
-use hearth_vmtest::{Disk, PlainVm, PlainVmBuilder, Result, TestVm, TestVmBuilder, artifacts, pattern};
+use hearth_vmtest::{Disk, PlainVm, PlainVmBuilder, Result, TestVm, TestVmBuilder, pattern};
 
 /// Files of the web server.
 pub const FILES: usize = 512;
@@ -14,6 +15,8 @@ const SEED: u64 = 1;
 pub enum Guest {
     /// A Debian with nginx and files of 1 MiB on its root disk, as in production.
     Debian,
+    /// The same with files of 4 MiB, and PostgreSQL with a table of 1 GiB.
+    Large,
     /// A guest that boots in seconds, for quick runs, with small files on a disk; it serves them on request.
     Busybox,
 }
@@ -22,27 +25,45 @@ impl Guest {
     /// RAM that can cache all files.
     pub fn memory_mib(self) -> u64 {
         match self {
-            Guest::Debian => 1024,
+            Guest::Debian => Debian::Web.memory_mib(),
+            Guest::Large => Debian::Large.memory_mib(),
             Guest::Busybox => 256,
         }
+    }
+
+    /// A server has several processors, and its boot uses hardly more than one of them.
+    fn cpus(self) -> u32 {
+        if self == Guest::Busybox { 1 } else { 2 }
     }
 
     pub fn file_bytes(self) -> usize {
         match self {
             Guest::Debian => 1 << 20,
+            Guest::Large => 4 << 20,
             Guest::Busybox => 64 << 10,
         }
     }
 
-    /// The files' paths in the guest.
+    /// Paths in the guest of the files that its services read.
     pub fn files(self) -> &'static str {
         match self {
             Guest::Debian => "/var/www/html/files/*.bin",
+            Guest::Large => "/var/www/html/files/*.bin /var/lib/postgresql/*/main/base/*/[0-9]*",
             Guest::Busybox => "/d/files/*.bin",
         }
     }
 
-    /// The contents of a file.
+    /// The path, for a shell, of a file of 1 GiB, part of the database's table; `None` without a database.
+    pub fn large_file(self) -> Option<&'static str> {
+        self.rows().map(|_| "$(ls -S /var/lib/postgresql/*/main/base/*/[0-9]* | head -n 1)")
+    }
+
+    /// Rows of the database's table, which `xtask/src/guest/debian.rs` has made; `None` without a database.
+    pub fn rows(self) -> Option<usize> {
+        (self == Guest::Large).then_some(5_500_000)
+    }
+
+    /// The contents of a file of the web server.
     pub fn contents(self, number: usize) -> Vec<u8> {
         pattern::bytes(&format!("{number:03}.bin"), self.file_bytes(), SEED)
     }
@@ -50,7 +71,7 @@ impl Guest {
     /// Command that starts the service after a boot; `None` if it starts by itself.
     pub fn serve(self) -> Option<&'static str> {
         match self {
-            Guest::Debian => None,
+            Guest::Debian | Guest::Large => None,
             Guest::Busybox => Some(
                 "mkdir -p /d && (mount /dev/vda /d || mount -o dax /dev/pmem0 /d) && net-up && httpd -h /d -p 80 && { hearth-refill >/tmp/refill & }",
             ),
@@ -60,7 +81,7 @@ impl Guest {
     /// Command that prints what `hearth-refill` has said since the boot, if it is done.
     pub fn refill_report(self) -> &'static str {
         match self {
-            Guest::Debian => "journalctl -b -o cat -u hearth-refill",
+            Guest::Debian | Guest::Large => "journalctl -b -o cat -u hearth-refill",
             Guest::Busybox => "cat /tmp/refill",
         }
     }
@@ -69,7 +90,8 @@ impl Guest {
     /// the same inodes.
     pub(super) fn image(self, folder: &Path) -> Result<PathBuf> {
         match self {
-            Guest::Debian => artifacts::debian_root(),
+            Guest::Debian => Debian::Web.root(),
+            Guest::Large => Debian::Large.root(),
             Guest::Busybox => {
                 let image = folder.join("small.img");
                 if image.exists() {
@@ -87,16 +109,18 @@ impl Guest {
     pub(super) fn machine(self, disk: Disk) -> TestVmBuilder {
         let builder = match self {
             Guest::Debian => TestVm::debian("bench").root(disk),
+            Guest::Large => TestVm::debian_with("bench", Debian::Large).root(disk),
             Guest::Busybox => TestVm::busybox("bench").disk(disk),
         };
-        builder.memory_mib(self.memory_mib())
+        builder.memory_mib(self.memory_mib()).cpus(i64::from(self.cpus()))
     }
 
     pub(super) fn plain(self) -> PlainVmBuilder {
         let builder = match self {
-            Guest::Debian => PlainVm::debian("bench"),
+            Guest::Debian => PlainVm::debian("bench", Debian::Web),
+            Guest::Large => PlainVm::debian("bench", Debian::Large),
             Guest::Busybox => PlainVm::busybox("bench"),
         };
-        builder.memory_mib(self.memory_mib())
+        builder.memory_mib(self.memory_mib()).cpus(self.cpus())
     }
 }

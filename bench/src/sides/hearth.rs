@@ -1,6 +1,5 @@
 //! The machine under Hearth.
 
-use std::net::{Ipv4Addr, SocketAddr};
 use std::path::Path;
 use std::time::Duration;
 
@@ -8,7 +7,7 @@ use hearth_api::MachineStatus;
 use hearth_vmtest::{Disk, Drives, Output, Result, TestVm, TestVmBuilder, event};
 use toml::Table;
 
-use super::{Guest, Machine, Way};
+use super::{Guest, Machine, Ports, Way};
 use crate::host::profile::DiskRate;
 
 pub struct HearthOptions<'a> {
@@ -47,16 +46,19 @@ pub fn ready(vm: &TestVm) -> Result<()> {
 
 pub struct HearthMachine {
     vm: TestVm,
+    ports: Ports,
     has_boot_set: bool,
 }
 
 impl HearthMachine {
     pub fn start(options: &HearthOptions<'_>) -> Result<Self> {
-        let builder = options.guest.machine(limited(Disk::in_place(options.image), options.rate)).http();
+        let ports = Ports::free();
+        let builder = options.guest.machine(limited(Disk::in_place(options.image), options.rate));
+        let builder = ports.under_hearth(builder);
         let builder = if options.warm { with_boot_set(builder) } else { builder.without_ember() };
         let builder = if options.refill { builder.setting("refill", "on") } else { builder };
         let vm = builder.setting("accelerator", options.accelerator).start()?;
-        Ok(HearthMachine { vm, has_boot_set: options.warm })
+        Ok(HearthMachine { vm, ports, has_boot_set: options.warm })
     }
 
     pub fn machine_status(&self) -> Result<MachineStatus> {
@@ -73,8 +75,8 @@ impl Machine for HearthMachine {
         self.vm.wait_boots(count).map(drop)
     }
 
-    fn web(&self) -> SocketAddr {
-        (Ipv4Addr::LOCALHOST, self.vm.http_port().expect("started with a web port")).into()
+    fn ports(&self) -> Ports {
+        self.ports
     }
 
     fn crash(&self, way: Way) -> Result<()> {

@@ -6,9 +6,9 @@
 mod guest;
 mod hearth;
 mod plain;
+mod ports;
 mod rig;
 
-use std::net::SocketAddr;
 use std::path::Path;
 use std::time::Duration;
 
@@ -17,7 +17,7 @@ use hearth_vmtest::{Output, Result};
 
 pub use guest::{FILES, Guest};
 pub use hearth::{BOOT_SET_LIMIT, HearthMachine, HearthOptions, limited, ready, with_boot_set};
-pub use hearth_vmtest::net::free_port;
+pub use ports::Ports;
 pub use rig::{Rig, RigError, copy_root};
 
 /// The software that runs the machine and serves its disk.
@@ -101,8 +101,8 @@ pub trait Machine {
     /// Waits until the agent takes commands in boot `count` of the guest.
     fn wait_agent(&self, count: usize) -> Result<()>;
 
-    /// Address of the guest's web server on the host.
-    fn web(&self) -> SocketAddr;
+    /// Ports of the guest's services on the host.
+    fn ports(&self) -> Ports;
 
     /// Reports that the guest serves, which ends its boot.
     fn ready(&self) -> Result<()> {

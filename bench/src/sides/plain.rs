@@ -1,18 +1,16 @@
 //! The machine under QEMU alone. A panic resets the guest in place (`panic=-1`), which is QEMU's quickest way back.
 
-use std::net::{Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use hearth_vmtest::net::free_port;
 use hearth_vmtest::{Drives, Output, PlainVm, Result, patience};
 
-use super::{Guest, Machine, Stack, Way};
+use super::{Guest, Machine, Ports, Stack, Way};
 use crate::host::profile::DiskRate;
 
 pub struct PlainMachine {
     vm: PlainVm,
-    port: u16,
+    ports: Ports,
 }
 
 pub struct PlainOptions<'a> {
@@ -30,12 +28,11 @@ pub struct PlainOptions<'a> {
 impl PlainMachine {
     pub fn start(options: &PlainOptions<'_>) -> Result<Self> {
         let PlainOptions { guest, stack, image, rate, .. } = *options;
-        let port = free_port();
+        let ports = Ports::free();
         let builder = guest.plain().accelerator(options.accelerator).cmdline("panic=-1");
-        let net = format!("user,id=net,hostfwd=tcp:127.0.0.1:{port}-:80");
         // Without these, QEMU would power off at pvpanic's report.
         let builder = builder.args(["-action", "panic=none"]);
-        let builder = builder.args(["-netdev", &net, "-device", "virtio-net-pci,netdev=net,romfile="]);
+        let builder = ports.under_qemu(builder);
         let builder = match stack {
             Stack::PmemDax => {
                 builder.cmdline("root=/dev/pmem0 rootflags=dax=always").args(pmem_arguments(guest, image)?)
@@ -46,7 +43,7 @@ impl PlainMachine {
             Some(map) => builder.args(map_arguments(map)),
             None => builder,
         };
-        Ok(PlainMachine { vm: builder.start()?, port })
+        Ok(PlainMachine { vm: builder.start()?, ports })
     }
 }
 
@@ -86,8 +83,8 @@ impl Machine for PlainMachine {
         self.vm.wait_boots(count).map(drop)
     }
 
-    fn web(&self) -> SocketAddr {
-        (Ipv4Addr::LOCALHOST, self.port).into()
+    fn ports(&self) -> Ports {
+        self.ports
     }
 
     fn crash(&self, _: Way) -> Result<()> {

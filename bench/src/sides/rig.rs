@@ -9,7 +9,8 @@ use crate::host::facts::Accelerator;
 use crate::host::profile::{DiskRate, Profile};
 use crate::host::scratch::Scratch;
 use crate::host::throttle::{Throttle, ThrottleError};
-use hearth_vmtest::{artifacts, images, page_cache};
+use hearth_vmtest::artifacts::Debian;
+use hearth_vmtest::{images, page_cache};
 
 #[derive(Debug, thiserror::Error)]
 pub enum RigError {
@@ -199,5 +200,5 @@ impl Rig {
 
 /// Makes a new copy of the root image.
 pub fn copy_root(image: &Path) -> Result<(), RigError> {
-    artifacts::debian_root().and_then(|root| images::copy(&root, image)).map_err(RigError::Image)
+    Debian::Web.root().and_then(|root| images::copy(&root, image)).map_err(RigError::Image)
 }

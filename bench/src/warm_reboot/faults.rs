@@ -1,5 +1,6 @@
 //! Fault rounds: random pages of the guest's RAM are overwritten from outside, the guest dies at once and comes back warm, and
-//! every file that it serves is compared with what was put on the disk.
+//! every file that it serves is compared with what was put on the disk. The next guest brings its file cache back (`refill`) by the
+//! map that the damaged kernel leaves.
 //!
 //! QEMU is killed right after the overwriting, so that the guest cannot write its damage to the disk: the test is whether damaged
 //! memory is served, not whether a damaged kernel damages its disk.
@@ -19,7 +20,7 @@ use crate::sides::{FILES, Rig, Stack, Way};
 const PAGE_BYTES: usize = 4096;
 
 pub fn measure(rig: &Rig, shape: Shape, record: &mut Record) -> Result<(), WarmRebootError> {
-    let mut session = session::started(rig, Stack::Hearth, Profile::Asis, shape)?;
+    let mut session = session::started(rig, Stack::HearthRefill, Profile::Asis, shape)?;
     for round in 1..=shape.fault_rounds {
         let seed = 0x9e37_79b9_7f4a_7c15_u64.wrapping_mul(u64::from(round));
         session.fill()?;

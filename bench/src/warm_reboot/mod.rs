@@ -56,19 +56,23 @@ pub struct Shape {
     pub guest: Guest,
     /// Seconds of web load before and after the crash.
     pub window_s: f64,
-    /// Whether a second crash of each kind measures file reads in a guest that has served no file.
+    /// Whether more crashes of each kind measure file reads, and the database, in a guest that has served no file.
     pub reads_apart: bool,
+    pub fault_guest: Guest,
     pub fault_rounds: u32,
-    /// Pages overwritten in a round; four rounds exceed the 10,000 that the plan demands.
+    /// Pages overwritten in a round.
     pub fault_pages: u64,
 }
 
 impl Shape {
     pub fn of(quick: bool) -> Self {
         if quick {
-            Shape { guest: Guest::Busybox, window_s: 2.0, reads_apart: false, fault_rounds: 1, fault_pages: 2600 }
+            let guest = Guest::Busybox;
+            let (fault_guest, fault_rounds, fault_pages) = (guest, 1, 2600);
+            Shape { guest, window_s: 2.0, reads_apart: false, fault_guest, fault_rounds, fault_pages }
         } else {
-            Shape { guest: Guest::Debian, window_s: 30.0, reads_apart: true, fault_rounds: 4, fault_pages: 2600 }
+            let (guest, fault_guest, fault_rounds, fault_pages) = (Guest::Large, Guest::Debian, 8, 2600);
+            Shape { guest, window_s: 30.0, reads_apart: true, fault_guest, fault_rounds, fault_pages }
         }
     }
 }
@@ -83,8 +87,8 @@ pub fn run(options: &Options, record: &mut Record) -> Result<(), WarmRebootError
             leave_out_unless_hearth(measured, stack, profile, record)?;
         }
     }
-    if options.stacks.contains(&Stack::Hearth) {
-        faults::measure(&rig, shape, record)?;
+    if options.stacks.contains(&Stack::HearthRefill) {
+        faults::measure(&rig, Shape { guest: shape.fault_guest, ..shape }, record)?;
     }
     summary::summarise(record, &options.profiles);
     Ok(())
@@ -111,5 +115,5 @@ fn leave_out_unless_hearth(
 /// The load generator's targets on a machine.
 pub fn targets(machine: &dyn Machine) -> Targets {
     let files = (0..FILES).map(|number| format!("/files/{number:03}.bin")).collect();
-    Targets { address: machine.web(), probe: "/".to_owned(), files, database: None }
+    Targets { address: machine.ports().web(), probe: "/".to_owned(), files, database: None }
 }

@@ -6,12 +6,16 @@ use hearth_vmtest::{Output, patience, residency};
 
 use super::{Shape, WarmRebootError, targets};
 use crate::host::profile::Profile;
+use crate::load::queries::{self, Rows};
 use crate::load::{self, Load, LoadError, Targets};
 use crate::record::Record;
 use crate::sides::{Machine, Rig, Stack, Way};
 use crate::stats::{self, degradation_pct};
 
 const MIB: f64 = 1048576.0;
+/// Seeds of the rows that are asked for.
+const BEFORE: u64 = 1;
+const AFTER: u64 = 2;
 
 /// Runs the whole session, and adds its rows.
 pub fn measure(
@@ -43,6 +47,13 @@ pub fn measure(
         for &way in stack.ways() {
             session.crash_and_read(way, record)?;
             session.fill()?;
+            session.crash_and_read_at_random(way, record)?;
+            session.fill()?;
+            session.crash_and_query(way, record)?;
+            session.fill()?;
+            if session.stack == Stack::Hearth && way == Way::Warm {
+                session.query_hot(record)?;
+            }
         }
     }
     session.memory(record)
@@ -173,6 +184,59 @@ impl<'a> Session<'a> {
         let boot_s = self.crash_and_wait(way)?;
         record.add(&case, "boot_s", "s", boot_s);
         self.read_after(&case, read_before, self.read_bytes()?, record)
+    }
+
+    /// Measures random reads of a large file before a crash and when the guest serves again.
+    fn crash_and_read_at_random(&mut self, way: Way, record: &mut Record) -> Result<(), WarmRebootError> {
+        let Some(file) = self.shape.guest.large_file() else { return Ok(()) };
+        let case = self.case(way);
+        let before = self.random_read_us(file)?;
+        self.crash_and_wait(way)?;
+        let after = self.random_read_us(file)?;
+        eprintln!("warm-reboot: {case}: random reads of 4 KiB in {before:.0} us, then {after:.0} us");
+        record.add(&case, "random_read_before_us", "us", before);
+        record.add(&case, "random_read_us", "us", after);
+        Ok(())
+    }
+
+    /// Mean microseconds of a read of 4 KiB.
+    fn random_read_us(&self, file: &str) -> Result<f64, WarmRebootError> {
+        const READS: u32 = 4000;
+        let command = format!("probe randread {file} {READS}");
+        let output = self.machine.run_within(&command, Duration::from_secs(120));
+        let output = output.map_err(|error| self.machine_error(error))?;
+        Ok(self.figure(&output, &command, "seconds")? * 1e6 / f64::from(READS))
+    }
+
+    /// Measures the database before and after a crash, from its first answer on.
+    fn crash_and_query(&mut self, way: Way, record: &mut Record) -> Result<(), WarmRebootError> {
+        let Some(count) = self.shape.guest.rows() else { return Ok(()) };
+        let case = self.case(way);
+        let before = self.rows_per_second(count, BEFORE)?;
+        self.machine.crash(way).map_err(|error| self.machine_error(error))?;
+        self.boots += 1;
+        let after = self.rows_per_second(count, AFTER)?;
+        self.wait_service(Instant::now())?;
+        self.wait_agent()?;
+        let degraded = degradation_pct(before, after);
+        eprintln!("warm-reboot: {case}: {before:.0} -> {after:.0} rows/s ({degraded:.1} % less)");
+        record.add(&case, "pg_before_tps", "1/s", before);
+        record.add(&case, "pg_after_tps", "1/s", after);
+        record.add(&case, "pg_degradation_pct", "%", degraded);
+        Ok(())
+    }
+
+    /// Measures the database in a guest that has rebooted, and has read every file since.
+    fn query_hot(&self, record: &mut Record) -> Result<(), WarmRebootError> {
+        let Some(count) = self.shape.guest.rows() else { return Ok(()) };
+        record.add(&self.case(Way::Warm), "pg_hot_tps", "1/s", self.rows_per_second(count, BEFORE)?);
+        Ok(())
+    }
+
+    fn rows_per_second(&self, count: usize, seed: u64) -> Result<f64, WarmRebootError> {
+        let rows = Rows { address: self.machine.ports().database(), count };
+        let window = Duration::from_secs_f64(self.shape.window_s);
+        queries::rows_per_second(rows, window, patience(20), seed).map_err(|error| self.load_error(error))
     }
 
     /// Reads every file. `read_before` and `at_service` are the bytes read from the disk at the crash and when the guest served

@@ -27,6 +27,9 @@ fn summarise_profile(record: &mut Record, profile: Profile) {
         record.summarise(&profile.key(&format!("read_degradation_{way}_pct")), degraded(before, first));
         for (metric, row) in [
             (format!("web_degradation_{way}_pct"), "web_degradation_pct"),
+            (format!("pg_degradation_{way}_pct"), "pg_degradation_pct"),
+            (format!("random_read_{way}_us"), "random_read_us"),
+            (format!("random_read_before_{way}_us"), "random_read_before_us"),
             (format!("disk_read_after_{way}_mib"), "disk_read_after_mib"),
             (format!("disk_read_for_boot_{way}_mib"), "disk_read_for_boot_mib"),
             (format!("boot_{way}_s"), "boot_s"),
@@ -77,6 +80,7 @@ fn refill(record: &mut Record, profile: Profile) {
     for (metric, before, after) in [
         ("read_degradation_hot_pct", "read_before_mib_s", "read_second_mib_s"),
         ("web_degradation_hot_pct", "web_before_rps", "web_hot_rps"),
+        ("pg_degradation_hot_pct", "pg_before_tps", "pg_hot_tps"),
     ] {
         let value = degraded(of(record, profile, hot, before), of(record, profile, hot, after));
         record.summarise(&profile.key(metric), value);
@@ -106,6 +110,8 @@ pub fn table(record: &Record) -> Table {
         ("web after", "web_after_rps"),
         ("full speed s", "full_speed_s"),
         ("loss %", "web_degradation_pct"),
+        ("rows 1/s", "pg_before_tps"),
+        ("rows after", "pg_after_tps"),
         ("boot s", "boot_s"),
         ("boot reads MiB", "disk_read_for_boot_mib"),
         ("files read MiB", "disk_read_after_mib"),

@@ -7,7 +7,7 @@ use toml::{Table, Value};
 use super::TestVm;
 use super::files::Files;
 use super::saved::SavedGuest;
-use crate::artifacts::{self, Boot, CPU_MODEL};
+use crate::artifacts::{self, Boot, CPU_MODEL, Debian};
 use crate::disk::Disk;
 use crate::error::Result;
 use crate::guest::Output;
@@ -46,15 +46,9 @@ impl TestVmBuilder {
         builder.memory_mib(512).setting("cpu_model", CPU_MODEL).setting("accelerator", "tcg")
     }
 
-    pub(super) fn debian(name: &str) -> Self {
-        let mut builder = Self::new(name, artifacts::debian()).memory_mib(1024);
-        builder.disks.push(artifacts::debian_root().map(|root| Disk::copy_of(&root)));
-        builder
-    }
-
-    pub(super) fn debian_database(name: &str) -> Self {
-        let mut builder = Self::new(name, artifacts::debian_database()).memory_mib(1024);
-        builder.disks.push(artifacts::debian_database_root().map(|root| Disk::copy_of(&root)));
+    pub(super) fn debian(name: &str, which: Debian) -> Self {
+        let mut builder = Self::new(name, which.boot()).memory_mib(which.memory_mib());
+        builder.disks.push(which.root().map(|root| Disk::copy_of(&root)));
         builder
     }
 

@@ -23,7 +23,7 @@ use files::Files;
 pub use parked::Parked;
 use saved::SavedGuest;
 
-use crate::artifacts;
+use crate::artifacts::{self, Debian};
 use crate::console::Line;
 use crate::error::{Error, Result, at};
 use crate::event;
@@ -70,12 +70,12 @@ impl TestVm {
 
     /// The Debian guest with systemd and nginx; its root is a copy of its own, the first disk.
     pub fn debian(name: &str) -> TestVmBuilder {
-        TestVmBuilder::debian(name)
+        TestVm::debian_with(name, Debian::Web)
     }
 
-    /// The Debian guest with PostgreSQL.
-    pub fn debian_database(name: &str) -> TestVmBuilder {
-        TestVmBuilder::debian_database(name)
+    /// One of the Debian guests.
+    pub fn debian_with(name: &str, which: Debian) -> TestVmBuilder {
+        TestVmBuilder::debian(name, which)
     }
 
     fn launch(name: &str, files: Files, http_port: Option<u16>, slot: Option<Slot>) -> Result<Self> {

@@ -1,6 +1,7 @@
 //! Restores of real services: Debian with a web server and a database, in each mode, with the snapshot in the host's page cache
 //! and without. Run by `make soak NAME=services`.
 
+use hearth_vmtest::artifacts::Debian;
 use hearth_vmtest::{Drives, Result, TestVm};
 
 use super::restores::{WAYS, comes_back};
@@ -21,7 +22,7 @@ ask 'update accounts set balance = balance + 1 where id = 7; update accounts set
 #[test]
 #[ignore = "takes minutes, and an image of its own: make soak NAME=services"]
 fn web_server_and_database_survive_each_restore_mode() -> Result<()> {
-    let vm = TestVm::debian_database("services").boot()?;
+    let vm = TestVm::debian_with("services", Debian::Database).boot()?;
     let (nonce, snapshot) = (vm.nonce()?, vm.folder().join("snapshot"));
     vm.sh("mount -t tmpfs -o size=60% tmp /tmp")?;
     vm.sh("until pg_isready -q -h 127.0.0.1; do sleep 0.2; done")?;

@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
 use hearth_api::MachineState;
+use hearth_vmtest::processes::figure;
 use hearth_vmtest::{Random, patience};
 use serde_json::json;
 
@@ -89,12 +90,6 @@ const ORDERS: [(&str, &str); 8] = [
 ];
 
 /// A number from /proc/PID/status.
-fn figure(pid: u32, key: &str) -> u64 {
-    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
-    let line = status.lines().find_map(|line| line.strip_prefix(key)?.strip_prefix(':'));
-    line.and_then(|line| line.split_whitespace().next()?.parse().ok()).unwrap_or(0)
-}
-
 fn must_be_modest(keeper: &Keeper<'_>, rss_before: u64) -> Result<(), String> {
     let (rss, threads) = (figure(keeper.pid(), "RssAnon") << 10, figure(keeper.pid(), "Threads"));
     let grows = rss > rss_before + GROWTH_BYTES_MAX || threads > THREADS_MAX;

@@ -10,7 +10,7 @@ use hearth_memory::PAGE_BYTES;
 use hearth_recovery::vmcore::linux::{ClassCounts, Classification, Linux};
 use hearth_recovery::vmcore::memory::address_of_pfn;
 use hearth_recovery::vmcore::{DeadRam, DumpLevel, PhysicalMemory};
-use hearth_vmtest::artifacts::{self, Linux as Kernel};
+use hearth_vmtest::artifacts::{Debian, Linux as Kernel};
 use hearth_vmtest::{Drives, PlainVm, Result, images};
 
 use super::dead::{Dead, work};
@@ -147,8 +147,8 @@ fn classes_above_4_gib_match_makedumpfile() -> Result<()> {
 fn debian_classes_match_makedumpfile() -> Result<()> {
     let home = tempfile::tempdir().unwrap();
     let root = home.path().join("root.img");
-    images::copy(&artifacts::debian_root()?, &root)?;
-    let vm = PlainVm::debian("classes").cpus(2).drive(&root, "");
+    images::copy(&Debian::Web.root()?, &root)?;
+    let vm = PlainVm::debian("classes", Debian::Web).cpus(2).drive(&root, "");
     let dead = Dead::of(vm, 2048, |vm| {
         vm.sh("cat /var/www/html/files/*.bin >/dev/null; echo always >/sys/kernel/mm/transparent_hugepage/enabled")?;
         work(vm)

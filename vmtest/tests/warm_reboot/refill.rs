@@ -91,6 +91,26 @@ fn files_that_have_changed_since_are_read_as_they_are() -> Result<()> {
     verify(&vm, 13..SHELF.files, crate::shelf::ORIGINAL)
 }
 
+/// Blocks are kept in memory if they are whole aligned 4 KiB, and small ones need not be.
+#[test]
+fn files_of_small_blocks_are_read_as_they_are() -> Result<()> {
+    let vm = reborn(with_refill(TestVm::busybox("small")).disk(SHELF.ext4_of_small_blocks()), Drives::panic)?;
+    vm.sh("hearth-refill")?;
+    SHELF.verify(&vm)
+}
+
+#[test]
+fn guest_that_died_with_full_memory_is_refilled_with_what_it_had() -> Result<()> {
+    let vm = machine("hogged").boot()?;
+    SHELF.verify(&vm)?;
+    hog(&vm)?;
+    vm.panic()?;
+    vm.wait_incarnation(2)?;
+    mount(&vm, "rw")?;
+    vm.sh("hearth-refill")?;
+    SHELF.verify(&vm)
+}
+
 /// The unit starts before the boot has mounted most file systems.
 #[test]
 fn file_system_is_read_when_it_is_mounted_at_last() -> Result<()> {
@@ -168,6 +188,29 @@ fn restored_machine_gets_its_map_at_its_next_boot() -> Result<()> {
     assert_cached(&vm)
 }
 
+/// A stop frees all memory, but the map is there for the next start, whose guest reads the files from the disk.
+#[test]
+fn map_is_kept_while_the_machine_is_stopped() -> Result<()> {
+    let vm = machine("stopped-refill").boot()?;
+    SHELF.verify(&vm)?;
+    vm.stop_at_once()?;
+    let pages = vm.events().iter().find_map(event!(CacheMapRead { pages, .. } => pages));
+    assert!(pages >= Some(SHELF.pages()), "{pages:?}");
+    vm.restart_keeper()?;
+    vm.wait_boots(2)?;
+    mount(&vm, "rw")?;
+    refill(&vm)?;
+    assert_cached(&vm)?;
+    vm.panic()?;
+    vm.wait_boots(3)?;
+    mount(&vm, "rw")?;
+    refill(&vm)?;
+    assert_cached(&vm)?;
+    let kept = std::path::Path::new("/var/lib/hearth/stopped-refill/cache-map");
+    assert!(!kept.exists(), "it is good for one start");
+    Ok(())
+}
+
 /// The disk is there for the guest's next QEMU, too, and for a keeper that takes over.
 #[test]
 fn map_outlives_qemu_and_keeper() -> Result<()> {
@@ -185,7 +228,6 @@ fn map_outlives_qemu_and_keeper() -> Result<()> {
 /// With systemd, from the package: nobody has to start anything.
 #[test]
 fn unit_reads_files_back_by_itself() -> Result<()> {
-    const FILES: &str = "/var/www/html/files/0*.bin";
     let vm = TestVm::debian("unit").cpus(2).setting("refill", "on").boot()?;
     vm.sh(&format!("cat {FILES} >/dev/null"))?;
     vm.panic()?;
@@ -194,5 +236,35 @@ fn unit_reads_files_back_by_itself() -> Result<()> {
     let cached = vm.run(&format!("probe cached {FILES}"))?;
     let figure = |name| cached.number(name).expect("the probe prints it");
     assert!(figure("cached_pages") >= figure("all_pages") * 0.95, "{}", cached.text());
+    files_that_change_during_a_refill_are_right(&vm)
+}
+
+const FILES: &str = "/var/www/html/files/0*.bin";
+
+/// Each file has one of these done to it while it is read back. What the cache has then is what the disk has.
+fn files_that_change_during_a_refill_are_right(vm: &TestVm) -> Result<()> {
+    const CHANGES: &str = r#"
+        case $((n % 9)) in
+        0) truncate -s 5000 $f ;;
+        1) fallocate -p -o 65536 -l 300000 $f ;;
+        2) mv $f $f.moved ;;
+        3) probe fill $f 1048576 2 ;;
+        4) dd if=/dev/urandom of=$f bs=64k count=4 seek=3 oflag=direct conv=notrunc status=none ;;
+        5) rm $f ;;
+        6) fallocate -l 2000000 $f ;;
+        7) cat /etc/passwd >$f.new; mv $f.new $f ;;
+        8) truncate -s 0 $f; truncate -s 700000 $f; dd if=/dev/urandom of=$f bs=4k count=3 seek=9 conv=notrunc status=none ;;
+        esac"#;
+    vm.sh("sync; echo 3 >/proc/sys/vm/drop_caches")?;
+    vm.sh(&format!(
+        "/usr/lib/hearth/hearth-refill >/run/said & n=0; for f in {FILES}; do {CHANGES}
+         n=$((n+1)); [ $((n % 20)) = 0 ] && mount -o remount /; done; wait"
+    ))?;
+    let said = vm.sh("cat /run/said")?;
+    assert!(said.contains("read ahead"), "{said}");
+    let sums = || vm.sh("cd /var/www/html/files && md5sum 0*");
+    let cached = sums()?;
+    vm.sh("sync; echo 3 >/proc/sys/vm/drop_caches")?;
+    assert_eq!(cached, sums()?, "the cache and the disk differ");
     Ok(())
 }

@@ -42,6 +42,10 @@ impl Shelf {
         Disk::ext4(self.files as u64 + 128).with_files(self.contents())
     }
 
+    pub fn ext4_of_small_blocks(self) -> Disk {
+        Disk::ext4_of_small_blocks(self.files as u64 + 128).with_files(self.contents())
+    }
+
     pub fn xfs(self) -> Disk {
         Disk::xfs(0).with_files(self.contents())
     }

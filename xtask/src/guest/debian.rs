@@ -1,5 +1,5 @@
-//! The Debian guest: systemd, nginx, 512 files of 1 MiB, ext4; kernel and initrd for direct boot beside it. With a database,
-//! PostgreSQL and a table of 300 MiB, only where that is asked for.
+//! The Debian guests: systemd, nginx, 512 files, ext4; kernel and initrd for direct boot beside it. Two that only benches use have
+//! a database, too.
 //!
 //! mmdebstrap makes the tree, hooks from `guest/debian/` configure it and make the image while they still see it with
 //! its right owners. So this needs no root: for an ordinary user mmdebstrap works in a user namespace, whose ids do not
@@ -22,30 +22,54 @@ const AFTER: &str = include_str!("../../../guest/debian/after");
 const DATABASE_PACKAGES: &str = include_str!("../../../guest/debian/database.packages");
 const DATABASE: &str = include_str!("../../../guest/debian/database");
 
-/// What the guest is for.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Variant {
-    Web,
-    WebAndDatabase,
+/// What a guest has.
+struct Contents {
+    folder: &'static str,
+    /// Size of each of the web server's files.
+    file_mib: u32,
+    table: Option<Table>,
+    image_gib: u32,
 }
 
-/// Makes `debian/` with `root.img`, `vmlinuz` and `initrd`.
+/// PostgreSQL's table; a million rows with their index are about 190 MiB.
+struct Table {
+    rows: u32,
+    shared_buffers_mib: u32,
+}
+
+const WEB: Contents = Contents { folder: "debian", file_mib: 1, table: None, image_gib: 2 };
+const DATABASE_TOO: Contents =
+    Contents { folder: "debian-database", table: Some(Table { rows: 1_600_000, shared_buffers_mib: 400 }), ..WEB };
+const LARGE: Contents = Contents {
+    folder: "debian-large",
+    file_mib: 4,
+    // PostgreSQL's default: nearly all of the table is in the kernel's cache, not in its own.
+    table: Some(Table { rows: 5_500_000, shared_buffers_mib: 128 }),
+    image_gib: 5,
+};
+
+/// Makes `debian/` with `root.img`, `vmlinuz` and `initrd`: a web server with 512 files of 1 MiB.
 pub fn ensure() -> Result<(), GuestError> {
-    make("debian", &[AGENT, PACKAGES, BEFORE, AFTER], Variant::Web)
+    make(&WEB)
 }
 
-/// The same with a database: `debian-database/`.
+/// The same with PostgreSQL and a table of 300 MiB: `debian-database/`.
 pub fn ensure_database() -> Result<(), GuestError> {
-    let inputs = [AGENT, PACKAGES, DATABASE_PACKAGES, BEFORE, DATABASE, AFTER];
-    make("debian-database", &inputs, Variant::WebAndDatabase)
+    make(&DATABASE_TOO)
 }
 
-fn make(name: &str, inputs: &[&str], variant: Variant) -> Result<(), GuestError> {
-    let programs = [probe::SOURCE, include_str!("debian.rs")];
-    let inputs = [inputs, &programs, &refill::SOURCES].concat();
-    cache::ensure(&paths::guest().join(name), &inputs, |new| {
+/// The same with 512 files of 4 MiB and a table of 1 GiB: `debian-large/`.
+pub fn ensure_large() -> Result<(), GuestError> {
+    make(&LARGE)
+}
+
+fn make(contents: &Contents) -> Result<(), GuestError> {
+    let inputs = [AGENT, PACKAGES, BEFORE, AFTER, probe::SOURCE, include_str!("debian.rs")];
+    let of_database = if contents.table.is_some() { &[DATABASE_PACKAGES, DATABASE][..] } else { &[] };
+    let inputs = [&inputs[..], of_database, &refill::SOURCES].concat();
+    cache::ensure(&paths::guest().join(contents.folder), &inputs, |new| {
         let desk = Desk::set_up()?;
-        let made = mmdebstrap(&desk.folder, variant).and_then(|()| collect(&desk.folder, new));
+        let made = mmdebstrap(&desk.folder, contents).and_then(|()| collect(&desk.folder, new));
         desk.clear(made)
     })
 }
@@ -78,10 +102,10 @@ impl Desk {
     }
 }
 
-fn mmdebstrap(desk: &Path, variant: Variant) -> Result<(), GuestError> {
+fn mmdebstrap(desk: &Path, contents: &Contents) -> Result<(), GuestError> {
     let apt = Apt::open(&paths::guest().join("apt"))?;
     let desk = desk.display();
-    let lists = [PACKAGES, if variant == Variant::WebAndDatabase { DATABASE_PACKAGES } else { "" }];
+    let lists = [PACKAGES, if contents.table.is_some() { DATABASE_PACKAGES } else { "" }];
     let lines = lists.into_iter().flat_map(str::lines).map(str::trim);
     let packages: Vec<_> = lines.filter(|line| !line.is_empty() && !line.starts_with('#')).collect();
     let mut command = Command::new("mmdebstrap");
@@ -96,10 +120,11 @@ fn mmdebstrap(desk: &Path, variant: Variant) -> Result<(), GuestError> {
         command.arg(format!("--dpkgopt={option}"));
     }
     command.arg(format!("--setup-hook={desk}/before \"$1\""));
-    if variant == Variant::WebAndDatabase {
-        command.arg(format!("--customize-hook={desk}/database \"$1\""));
+    if let Some(Table { rows, shared_buffers_mib }) = contents.table {
+        command.arg(format!("--customize-hook={desk}/database \"$1\" {rows} {shared_buffers_mib}"));
     }
-    command.arg(format!("--customize-hook={desk}/after \"$1\" {desk}"));
+    let Contents { file_mib, image_gib, .. } = contents;
+    command.arg(format!("--customize-hook={desk}/after \"$1\" {desk} {file_mib} {image_gib}"));
     command.args([GUEST_RELEASE, "/dev/null"]).arg(apt.sources());
     // Locales of the host do not exist in the guest; perl says so a hundred times.
     command.env("LC_ALL", "C");

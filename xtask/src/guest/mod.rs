@@ -1,7 +1,7 @@
 //! Guest images: kernels, the busybox guest, the Debian guest, the newer QEMU.
 //!
 //! probe, refill, kernel -> busybox initrd (tests)
-//! probe, refill, kernel packages -> Debian image (demo, benches, tests with systemd); with a database (`make bench NAME=restore`)
+//! probe, refill, kernel packages -> Debian image (demo, benches, tests with systemd); larger ones with a database for two benches
 //! busybox guest, QEMUs -> root image of a host with KVM, for the busybox guest (`make test-nested`)
 //!
 //! Each is a folder under `target/guest/`, made once from the recipes in `guest/`, and made again when these change. Package
@@ -18,7 +18,7 @@ mod qemu10;
 mod qemu_ga;
 mod refill;
 
-pub use debian::ensure_database as debian_database;
+pub use debian::{ensure_database as debian_database, ensure_large as debian_large};
 pub use kernel::{Kernel, NEWER, STABLE};
 pub use nested::ensure as nested_host;
 pub use qemu10::ensure as qemu10;
