@@ -13,7 +13,9 @@ const GROWTH_KIB_MAX: u64 = 16 << 10;
 #[ignore = "takes minutes: REBOOTS=200, unless said otherwise"]
 fn hundreds_of_reboots_do_not_grow() -> Result<()> {
     let reboots = std::env::var("REBOOTS").ok().and_then(|text| text.parse().ok()).unwrap_or(200);
-    let vm = TestVm::busybox("reboots").memory_mib(512).setting("refill", "on").disk(SHELF.ext4()).boot()?;
+    let builder = TestVm::busybox("reboots").memory_mib(512).setting("refill", "on").disk(SHELF.ext4());
+    // So many panics would be a crash loop, which waits.
+    let vm = builder.crash_setting("loop_count", 1000).boot()?;
     SHELF.verify(&vm)?;
     let mut first_kib = None;
     for number in 2..=reboots + 1 {
