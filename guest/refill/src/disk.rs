@@ -45,21 +45,30 @@ enum Header {
     Pending,
     /// There is no map.
     Empty,
-    /// Length of the map in bytes.
-    Ready(usize),
+    /// There is a map.
+    Ready { bytes: usize, source: Source },
+}
+
+/// Where the pages of the map are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Source {
+    /// In the host's memory, or nearly all of them.
+    Memory,
+    /// On the disk, which the boot needs as well.
+    Disk,
 }
 
 /// Waits until the map is complete, and reads it. `None` if there is none.
-pub fn read_map(disk: &Path) -> Result<Option<String>, DiskError> {
+pub fn read_map(disk: &Path) -> Result<Option<(String, Source)>, DiskError> {
     let failed = |source| DiskError::Read { disk: disk.to_owned(), source };
     let file = OpenOptions::new().read(true).custom_flags(libc::O_DIRECT).open(disk).map_err(failed)?;
     let deadline = Instant::now() + PATIENCE;
     loop {
         let block = read_direct(&file, 0, HEADER_BYTES).map_err(failed)?;
         match parse(&block).ok_or_else(|| DiskError::Format { disk: disk.to_owned() })? {
-            Header::Ready(bytes) => {
+            Header::Ready { bytes, source } => {
                 let text = read_direct(&file, HEADER_BYTES as u64, bytes).map_err(failed)?;
-                return Ok(Some(String::from_utf8_lossy(&text).into_owned()));
+                return Ok(Some((String::from_utf8_lossy(&text).into_owned(), source)));
             }
             Header::Pending if Instant::now() < deadline => sleep(LOOK_EVERY),
             Header::Pending | Header::Empty => return Ok(None),
@@ -74,7 +83,11 @@ fn parse(block: &[u8]) -> Option<Header> {
     match (words.next()?, words.next()) {
         ("pending", _) => Some(Header::Pending),
         ("empty", _) => Some(Header::Empty),
-        ("ready", Some(bytes)) => bytes.parse().ok().filter(|bytes| *bytes <= MAP_BYTES_MAX).map(Header::Ready),
+        ("ready", Some(bytes)) => {
+            let source = if words.next() == Some("disk") { Source::Disk } else { Source::Memory };
+            let bytes = bytes.parse().ok().filter(|bytes| *bytes <= MAP_BYTES_MAX)?;
+            Some(Header::Ready { bytes, source })
+        }
         _ => None,
     }
 }
@@ -102,7 +115,9 @@ mod tests {
         };
         assert_eq!(padded("hearth-cache-map 1 pending\n"), Some(Header::Pending));
         assert_eq!(padded("hearth-cache-map 1 empty\n"), Some(Header::Empty));
-        assert_eq!(padded("hearth-cache-map 1 ready 1234\n"), Some(Header::Ready(1234)));
+        let ready = |source| Some(Header::Ready { bytes: 1234, source });
+        assert_eq!(padded("hearth-cache-map 1 ready 1234\n"), ready(Source::Memory));
+        assert_eq!(padded("hearth-cache-map 1 ready 1234 disk\n"), ready(Source::Disk));
         for other in
             ["", "hearth-cache-map 2 ready 1\n", "hearth-cache-map 1 ready\n", "hearth-cache-map 1 ready 99999999999\n"]
         {

@@ -51,9 +51,9 @@ fn run() -> Result<String, Error> {
     let Some(disk) = disk::find() else {
         return Ok("this machine has no disk with a cache map: nothing to do".to_owned());
     };
-    let Some(text) = disk::read_map(&disk)? else {
+    let Some((text, source)) = disk::read_map(&disk)? else {
         return Ok("there is nothing to bring back".to_owned());
     };
-    let report = refill::refill(&map::Map::parse(&text)).map_err(Error::Mounts)?;
+    let report = refill::refill(&map::Map::parse(&text), source).map_err(Error::Mounts)?;
     Ok(report.to_string())
 }

@@ -1,12 +1,14 @@
 //! Reads ahead what the map lists, with several threads that take the reads in order.
 //!
-//! It begins with the file systems that are mounted, before the boot has mounted the others, and reads these as they come.
+//! It begins with the file systems that are mounted, before the boot has mounted the others, and reads these as they come. From a
+//! disk that the boot needs as well, one thread reads, and only half of the time.
 
 use std::collections::{BTreeSet, HashMap};
 use std::fmt;
 use std::fs::File;
 use std::io;
 use std::num::NonZero;
+use std::os::unix::fs::FileExt;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
@@ -14,6 +16,7 @@ use rustix::fs::{Advice, fadvise};
 use rustix::system::sysinfo;
 use rustix::time::{ClockId, clock_gettime};
 
+use crate::disk::Source;
 use crate::handle;
 use crate::map::{Map, Read};
 use crate::mounts::{Mount, Mounts};
@@ -56,7 +59,7 @@ impl fmt::Display for Report {
 }
 
 /// Reads ahead what the map lists, as far as the memory is free and its file systems are mounted in time.
-pub fn refill(map: &Map) -> io::Result<Report> {
+pub fn refill(map: &Map, source: Source) -> io::Result<Report> {
     let deadline = Instant::now() + PATIENCE;
     let mounts = Mounts::open()?;
     let mut report = Report {
@@ -74,7 +77,7 @@ pub fn refill(map: &Map) -> io::Result<Report> {
             awaited.iter().filter_map(|number| Some((*number, mounted.get(&map.file_systems[*number])?))).collect();
         if !found.is_empty() {
             awaited.retain(|number| !found.contains_key(number));
-            report.add(Work::new(map, found));
+            report.add(Work::new(map, found, source));
         }
         let left = deadline.saturating_duration_since(Instant::now());
         if awaited.is_empty() || report.is_memory_full || !mounts.wait_changed(left) {
@@ -90,7 +93,10 @@ impl Report {
     /// Does the work, and adds what was done.
     fn add(&mut self, work: Work<'_>) {
         let began = Instant::now();
-        let threads = std::thread::available_parallelism().map_or(1, NonZero::get).min(THREADS_MAX);
+        let threads = match work.source {
+            Source::Memory => std::thread::available_parallelism().map_or(1, NonZero::get).min(THREADS_MAX),
+            Source::Disk => 1,
+        };
         std::thread::scope(|scope| {
             (0..threads).for_each(|_| drop(scope.spawn(|| work.run())));
         });
@@ -104,6 +110,7 @@ impl Report {
 /// What to read of some file systems.
 struct Work<'a> {
     map: &'a Map,
+    source: Source,
     /// The file systems, by their number.
     mounts: HashMap<usize, &'a Mount>,
     /// Their reads, in the map's order.
@@ -116,10 +123,11 @@ struct Work<'a> {
 }
 
 impl<'a> Work<'a> {
-    fn new(map: &'a Map, mounts: HashMap<usize, &'a Mount>) -> Self {
+    fn new(map: &'a Map, mounts: HashMap<usize, &'a Mount>, source: Source) -> Self {
         let is_of_these = |read: &&Read| mounts.contains_key(&map.files[read.file].file_system);
         Self {
             map,
+            source,
             reads: map.reads.iter().filter(is_of_these).copied().collect(),
             mounts,
             missing: map.files.iter().map(|_| AtomicBool::new(false)).collect(),
@@ -145,11 +153,21 @@ impl<'a> Work<'a> {
                 last = Some((read.file, self.open(read.file)));
             }
             if let Some((_, Some(file))) = &last {
-                let pages = NonZero::new(read.pages * PAGE_BYTES);
-                // Fails only for a file that cannot be read ahead.
-                let _ = fadvise(file, read.first * PAGE_BYTES, pages, Advice::WillNeed);
+                self.read_ahead(file, read);
                 self.bytes.fetch_add(read.pages * PAGE_BYTES, Relaxed);
             }
+        }
+    }
+
+    fn read_ahead(&self, file: &File, read: &Read) {
+        let began = Instant::now();
+        let pages = NonZero::new(read.pages * PAGE_BYTES);
+        // Fails only for a file that cannot be read ahead.
+        let _ = fadvise(file, read.first * PAGE_BYTES, pages, Advice::WillNeed);
+        if self.source == Source::Disk {
+            // Waits for the last page. Fails if it is behind the file's end by now.
+            let _ = file.read_at(&mut [0], (read.first + read.pages - 1) * PAGE_BYTES);
+            std::thread::sleep(began.elapsed());
         }
     }
 

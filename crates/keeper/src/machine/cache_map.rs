@@ -40,6 +40,8 @@ const SERIAL: &str = "hearth-cache-map";
 /// First word of the header, and version of the format.
 const MAGIC: &str = "hearth-cache-map 1";
 const HEADER_BYTES: usize = 4096;
+/// The header's last word if the listed pages are not in memory: then the guest leaves half of the disk's time to its boot.
+const FROM_DISK: &str = " disk";
 /// The file has holes; only the map itself takes memory.
 const FILE_BYTES: u64 = 64 << 20;
 /// A map takes at most 1/1024 of the guest's memory.
@@ -80,7 +82,7 @@ impl CacheMapFile {
         let read = opened.and_then(|kept| kept.take(self.limit_bytes as u64 + 1).read_to_end(&mut text));
         let taken = read.and_then(|_| fs::remove_file(&self.kept)).and_then(|()| {
             // A machine with less memory than it had.
-            if text.len() > self.limit_bytes { Ok(()) } else { self.put_map(&text) }
+            if text.len() > self.limit_bytes { Ok(()) } else { self.put_map(&text, FROM_DISK) }
         });
         if let Err(error) = taken
             && error.kind() != io::ErrorKind::NotFound
@@ -136,12 +138,13 @@ impl CacheMapFile {
     /// This is the map.
     pub fn set(&self, map: &CacheMap) -> io::Result<()> {
         self.is_pending.store(false, Relaxed);
-        self.put_map(map.text().as_bytes())
+        self.put_map(map.text().as_bytes(), "")
     }
 
-    fn put_map(&self, text: &[u8]) -> io::Result<()> {
+    /// `source`: empty, or `FROM_DISK`.
+    fn put_map(&self, text: &[u8], source: &str) -> io::Result<()> {
         self.file.write_all_at(text, HEADER_BYTES as u64)?;
-        self.put_header(&format!("ready {}", text.len()))
+        self.put_header(&format!("ready {}{source}", text.len()))
     }
 
     /// Keeps a map for the machine's next start.
