@@ -89,7 +89,6 @@ const ORDERS: [(&str, &str); 8] = [
     ("/v1/upgrade-keeper", "{}"),
 ];
 
-/// A number from /proc/PID/status.
 fn must_be_modest(keeper: &Keeper<'_>, rss_before: u64) -> Result<(), String> {
     let (rss, threads) = (figure(keeper.pid(), "RssAnon") << 10, figure(keeper.pid(), "Threads"));
     let grows = rss > rss_before + GROWTH_BYTES_MAX || threads > THREADS_MAX;

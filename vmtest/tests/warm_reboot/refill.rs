@@ -100,7 +100,7 @@ fn files_of_small_blocks_are_read_as_they_are() -> Result<()> {
 }
 
 #[test]
-fn guest_that_died_with_full_memory_is_refilled_with_what_it_had() -> Result<()> {
+fn files_are_right_after_a_guest_with_full_memory() -> Result<()> {
     let vm = machine("hogged").boot()?;
     SHELF.verify(&vm)?;
     hog(&vm)?;
