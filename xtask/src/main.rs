@@ -134,17 +134,17 @@ fn set_up() -> Result<(), Box<dyn Error>> {
     set_up_beside(make_images, || ()).map(drop)
 }
 
-/// Installs the tools, which images and builds need, and makes images. These use the network and at most one processor, so `work`
-/// runs meanwhile.
+/// Installs the tools and makes images. Both use the network and at most one processor, so `work` runs meanwhile: cargo needs none
+/// of the tools that are not there when this program could be built.
 fn set_up_beside<T>(
     make_images: fn() -> Result<(), guest::GuestError>,
     work: impl FnOnce() -> T,
 ) -> Result<T, Box<dyn Error>> {
-    setup::ensure_tools()?;
+    let missing = setup::find_missing_tools()?;
     std::thread::scope(|scope| {
-        let images = scope.spawn(make_images);
+        let images = scope.spawn(move || missing.install().map(|()| make_images()));
         let done = work();
-        images.join().expect("making images does not panic")?;
+        images.join().expect("making images does not panic")??;
         Ok(done)
     })
 }

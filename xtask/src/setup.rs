@@ -62,6 +62,9 @@ const TOOLS: [Tool; 22] = [
 /// OVMF's file has had several names.
 const OVMF: [&str; 2] = ["/usr/share/OVMF/OVMF_CODE.fd", "/usr/share/OVMF/OVMF_CODE_4M.fd"];
 
+/// Packages to install, which this user and system can.
+pub struct Missing(Vec<&'static str>);
+
 /// Installs the missing tools that everything needs.
 pub fn ensure_tools() -> Result<(), SetupError> {
     ensure(&TOOLS)
@@ -69,26 +72,42 @@ pub fn ensure_tools() -> Result<(), SetupError> {
 
 /// Installs the missing tools as root; otherwise reports the command.
 pub fn ensure(tools: &[Tool]) -> Result<(), SetupError> {
+    find_missing(tools)?.install()
+}
+
+/// The missing ones of the tools that everything needs; see [`ensure`].
+pub fn find_missing_tools() -> Result<Missing, SetupError> {
+    find_missing(&TOOLS)
+}
+
+fn find_missing(tools: &[Tool]) -> Result<Missing, SetupError> {
     let missing = missing(tools, &is_there);
-    if missing.is_empty() {
-        return Ok(());
+    let packages = || missing.join(" ");
+    if !missing.is_empty() && shell::find("apt-get").is_none() {
+        return Err(SetupError::NoApt { packages: packages() });
     }
-    let packages = missing.join(" ");
-    if shell::find("apt-get").is_none() {
-        return Err(SetupError::NoApt { packages });
+    if !missing.is_empty() && !rustix::process::geteuid().is_root() {
+        return Err(SetupError::NotRoot { packages: packages() });
     }
-    if !rustix::process::geteuid().is_root() {
-        return Err(SetupError::NotRoot { packages });
+    Ok(Missing(missing))
+}
+
+impl Missing {
+    pub fn install(&self) -> Result<(), SetupError> {
+        let Self(packages) = self;
+        if packages.is_empty() {
+            return Ok(());
+        }
+        println!("installing {}", packages.join(" "));
+        let apt = || {
+            let mut command = Command::new("apt-get");
+            command.env("DEBIAN_FRONTEND", "noninteractive").arg("-qq");
+            command
+        };
+        shell::output(apt().arg("update"))?;
+        shell::output(apt().args(["install", "-y", "--no-install-recommends"]).args(packages))?;
+        Ok(())
     }
-    println!("installing {packages}");
-    let apt = || {
-        let mut command = Command::new("apt-get");
-        command.env("DEBIAN_FRONTEND", "noninteractive").arg("-qq");
-        command
-    };
-    shell::output(apt().arg("update"))?;
-    shell::output(apt().args(["install", "-y", "--no-install-recommends"]).args(&missing))?;
-    Ok(())
 }
 
 fn missing(tools: &[Tool], is_there: &dyn Fn(&str) -> bool) -> Vec<&'static str> {
