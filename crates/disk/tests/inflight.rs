@@ -18,6 +18,7 @@ use hearth_disk::server::{DiskOptions, DiskServer, Expected, Peer, ServerError, 
 use vhost::VhostBackend;
 use vhost::vhost_user::VhostUserFrontend;
 use vhost::vhost_user::message::{VhostUserConfigFlags, VhostUserInflight};
+use vmm_sys_util::eventfd::EventFd;
 
 const DISK_BYTES: u64 = 4 << 20;
 /// Where the configuration says whether the guest's writes are cached.
@@ -167,6 +168,25 @@ fn queue_stopped_before_the_log_resumes_nothing() {
     }
 }
 
+/// A QEMU whose greeting was cut off must not be started again, so the next keeper has to know.
+#[test]
+fn greeting_ends_with_the_call_descriptor_of_the_last_queue() {
+    let place = Place::new(DISK_BYTES);
+    let server = place.serve(None);
+    let mut frontend = negotiate(&place.socket(), 4, VERSION_1 | PROTOCOL_FEATURES);
+    assert_eq!(frontend.get_queue_num().unwrap(), 4);
+    let call = EventFd::new(0).unwrap();
+    for queue in 0..3 {
+        frontend.set_vring_call(queue, &call).unwrap();
+    }
+    frontend.get_features().unwrap();
+    assert!(!server.counters().greeted, "a message is missing");
+    frontend.set_vring_call(3, &call).unwrap();
+    wait_until("the greeting is complete", || server.counters().greeted);
+    drop(frontend);
+    wait_until("the hang-up is seen", || !server.counters().greeted);
+}
+
 /// A QEMU that is connected to the next server and says nothing to it has the only note of its requests.
 #[test]
 fn silent_qemus_requests_pass_to_another() {
@@ -187,7 +207,7 @@ fn silent_qemus_requests_pass_to_another() {
     let server = place.serve(None);
     let _silent = UnixStream::connect(place.socket()).unwrap();
     wait_until("the silent one is connected", || server.counters().connected);
-    assert!(!server.counters().spoken);
+    assert!(!server.counters().greeted);
     let unsealed = rustix::fs::memfd_create("foreign", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
     assert!(matches!(server.set_handover_from_silent(unsealed), Err(ServerError::Left { .. })));
     server.set_handover_from_silent(left).unwrap();

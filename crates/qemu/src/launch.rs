@@ -328,16 +328,22 @@ pub(crate) fn ram_file_option(path: &Path) -> String {
     format!("mem-path={}", escape_path(path))
 }
 
+/// Name of the character device through which QEMU talks to this disk's server.
+pub(crate) fn disk_chardev(id: &str) -> String {
+    format!("chardev-{id}")
+}
+
 fn disk_arguments(arguments: &mut Arguments, position: usize, disk: &DiskDevice, version: Version) {
     let reconnect = if version >= RECONNECT_MS_SINCE { "reconnect-ms=200" } else { "reconnect=1" };
     let (id, socket) = (&disk.id, escape_path(&disk.socket));
-    arguments.option("-chardev", format!("socket,id=chardev-{id},path={socket},{reconnect}"));
+    arguments.option("-chardev", format!("socket,id={},path={socket},{reconnect}", disk_chardev(id)));
     let slot = DISK_SLOT + position;
     let (queues, size) = (disk.queues, disk.queue_size);
     arguments.option(
         "-device",
         format!(
-            "vhost-user-blk-pci,id={id},chardev=chardev-{id},num-queues={queues},queue-size={size},addr={slot:#x},bootindex={}",
+            "vhost-user-blk-pci,id={id},chardev={},num-queues={queues},queue-size={size},addr={slot:#x},bootindex={}",
+            disk_chardev(id),
             position + 1
         ),
     );

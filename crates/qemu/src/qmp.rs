@@ -22,6 +22,7 @@ use rustix::fs::{MemfdFlags, memfd_create};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 use serde_json::{Value, json};
 
+use crate::launch::disk_chardev;
 use crate::migration::Migration;
 use crate::{Endpoint, Process, Stream};
 
@@ -276,6 +277,13 @@ impl Qmp {
         self.execute(qapi_qmp::cont {}).map(|_| ())
     }
 
+    /// Whether QEMU's ends of its connections to these disks are all open. After a reconnect they are a little later than
+    /// the server's (`tcp_chr_connect` in QEMU's chardev/char-socket.c runs in the main loop).
+    pub fn has_connected<'a>(&self, disks: impl IntoIterator<Item = &'a str>) -> Result<bool, QmpError> {
+        let chardevs = self.ask("query-chardev", json!({}), ANSWER_PATIENCE)?;
+        Ok(disks.into_iter().all(|disk| is_connected(&chardevs, &disk_chardev(disk))))
+    }
+
     /// Forwards a host port to the guest (`-netdev user` only), through the human monitor, because QMP has no command
     /// for it.
     pub fn add_forward(&self, net: &str, forward: &str) -> Result<(), QmpError> {
@@ -376,6 +384,12 @@ fn word(value: &Value) -> String {
     value.as_str().unwrap_or_default().chars().take(WORD_CHARS_MAX).collect()
 }
 
+/// `chardevs`: the answer to `query-chardev`.
+fn is_connected(chardevs: &Value, label: &str) -> bool {
+    let is_open = |chardev: &Value| chardev["filename"].as_str().is_some_and(|name| !name.starts_with("disconnected:"));
+    chardevs.as_array().into_iter().flatten().any(|chardev| chardev["label"] == *label && is_open(chardev))
+}
+
 mod reader;
 
 #[cfg(test)]
@@ -398,5 +412,15 @@ mod tests {
         check(r#"{"event": "WATCHDOG", "data": {"action": "pause"}}"#, Some(watchdog));
         check(r#"{"event": "NEWS", "data": 5}"#, Some(QmpEvent::Other("NEWS".into())));
         check(r#"{"return": {}, "id": 3}"#, None);
+    }
+
+    #[test]
+    fn unconnected_chardev_is_recognised() {
+        let chardevs = json!([
+            {"frontend-open": true, "filename": "unix:", "label": "serial"},
+            {"frontend-open": true, "filename": "disconnected:unix:/run/disk-a.sock", "label": "chardev-a"},
+            {"frontend-open": true, "filename": "unix:/run/disk-b.sock", "label": "chardev-b"},
+        ]);
+        assert_eq!(["a", "b", "c"].map(|id| is_connected(&chardevs, &disk_chardev(id))), [false, true, false]);
     }
 }

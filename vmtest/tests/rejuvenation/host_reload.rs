@@ -395,6 +395,29 @@ fn guest_continues_after_keeper_dies_while_parking() -> Result<()> {
     Ok(())
 }
 
+/// Script of a QEMU that learns late that it has connected to its disk's server.
+const SLOW_TO_CONNECT: &str = "exec strace -D -f --seccomp-bpf -qq -o /dev/null -e trace=connect \
+-e inject=connect:delay_exit=700000 $qemu \"$@\"";
+
+/// The next keeper waits for QEMU, not only for its own server. Otherwise this QEMU would end.
+#[test]
+fn paused_guest_continues_if_qemu_connects_slowly() -> Result<()> {
+    let folder = tempfile::tempdir().expect("a folder");
+    let qemu = instead_of_qemu(folder.path(), SLOW_TO_CONNECT);
+    let vm = machine("slow").setting("qemu", qemu.display().to_string()).boot()?;
+    let nonce = vm.nonce()?;
+    vm.restart_keeper_with(&[("HEARTH_DRILL_DIE_AFTER", ParkPhase::State.name())])?;
+    vm.wait_running()?;
+    vm.sh(WRITES)?;
+    let prepared = host_reload(&vm, "prepare", &["--drill"])?;
+    assert_eq!(prepared.status, 1, "{}", prepared.text());
+    vm.wait_running()?;
+    // A keeper's death that this QEMU does not notice: it lost the one before while the guest was paused.
+    end_keeper(&vm)?;
+    assert_eq!((vm.nonce()?, vm.status()?.incarnation), (nonce, 1), "it is the same guest");
+    vm.sh(WRITES).map(drop)
+}
+
 #[test]
 fn guest_is_kept_when_keeper_dies_resuming() -> Result<()> {
     let vm = machine("wakes").running()?;

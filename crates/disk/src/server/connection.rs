@@ -118,7 +118,9 @@ pub struct Connection {
     starts: u64,
     /// The frontend's last word, or its coming.
     heard: Instant,
-    pub has_spoken: bool,
+    /// The frontend's greeting is complete: it has set the call descriptor of its last queue, the last message of QEMU's
+    /// `vhost_dev_init` (`hw/virtio/vhost.c`), or has started a queue.
+    pub has_greeted: bool,
 }
 
 impl Connection {
@@ -154,7 +156,7 @@ impl Connection {
             waiting: None,
             starts: 0,
             heard: Instant::now(),
-            has_spoken: false,
+            has_greeted: false,
         })
     }
 
@@ -204,7 +206,7 @@ impl Connection {
             return Ok(false);
         }
         let Some(frame) = self.channel.get_mut().receive()? else { return Ok(false) };
-        (self.heard, self.has_spoken) = (Instant::now(), true);
+        self.heard = Instant::now();
         let (request, need_reply) = (frame.request, frame.need_reply);
         match self.answer_to(frame) {
             Ok(Answer::Done) => self.acknowledge(request, need_reply, 0)?,
@@ -297,7 +299,10 @@ impl Connection {
                 self.queues[queue as usize].set_addresses(addresses, &self.memory)?;
             }
             Message::SetVringKick { queue, fd } => self.start_queue(queue, fd)?,
-            Message::SetVringCall { queue, fd } => self.queue(queue)?.set_call(fd),
+            Message::SetVringCall { queue, fd } => {
+                self.queue(queue)?.set_call(fd);
+                self.has_greeted |= queue as usize + 1 == self.queues.len();
+            }
             Message::SetVringErr { queue, fd } => self.queue(queue)?.set_error(fd),
             Message::SetVringEnable { queue, on } => self.queue(queue)?.set_enabled(on),
             Message::GetVringBase { queue } => {
@@ -329,6 +334,7 @@ impl Connection {
         let kick = kick.map_err(ConnectionError::Kick)?;
         let found = self.queues.get_mut(queue as usize).ok_or(QueueError::Missing { queue })?;
         self.starts += 1;
+        self.has_greeted = true;
         self.left = None;
         Ok(found.start(kick, &self.memory, self.inflight.as_mut(), agreed)?)
     }

@@ -10,8 +10,8 @@ use crate::heartbeat::Heartbeat;
 pub struct DiskCounters {
     /// Whether a QEMU is connected.
     pub connected: bool,
-    /// Whether a QEMU is connected and each that is has sent something.
-    pub spoken: bool,
+    /// Whether a QEMU is connected, and each that is has sent all of its first messages.
+    pub greeted: bool,
     /// Whether a second QEMU is connected and waits to take over.
     pub successor: bool,
     /// Whether the guest has switched its write cache off.
@@ -60,7 +60,7 @@ macro_rules! counters {
             /// Heartbeat of the disk's thread.
             pub heartbeat: Heartbeat,
             pub connected: AtomicBool,
-            pub spoken: AtomicBool,
+            pub greeted: AtomicBool,
             pub successor: AtomicBool,
             /// The guest has switched its write cache off. Its connections keep this current.
             pub write_through: Arc<AtomicBool>,
@@ -71,7 +71,7 @@ macro_rules! counters {
             pub fn read(&self) -> DiskCounters {
                 DiskCounters {
                     connected: self.connected.load(Ordering::Relaxed),
-                    spoken: self.spoken.load(Ordering::Relaxed),
+                    greeted: self.greeted.load(Ordering::Relaxed),
                     successor: self.successor.load(Ordering::Relaxed),
                     write_through: self.write_through.load(Ordering::Relaxed),
                     $($name: self.$name.load(Ordering::Relaxed),)*

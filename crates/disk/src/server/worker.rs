@@ -456,8 +456,8 @@ impl Worker {
     }
 
     fn count_peers(&mut self) {
-        let has_spoken = !self.peers.is_empty() && self.peers.iter_mut().all(|connection| connection.has_spoken);
-        self.disk.counters().spoken.store(has_spoken, Ordering::Relaxed);
+        let have_greeted = !self.peers.is_empty() && self.peers.iter_mut().all(|connection| connection.has_greeted);
+        self.disk.counters().greeted.store(have_greeted, Ordering::Relaxed);
         self.disk.counters().connected.store(!self.peers.is_empty(), Ordering::Relaxed);
         self.disk.counters().successor.store(self.peers.has_waiting(), Ordering::Relaxed);
     }

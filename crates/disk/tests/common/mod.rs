@@ -519,7 +519,8 @@ pub fn ram_file() -> File {
     fd.into()
 }
 
-fn negotiate(socket: &Path, queues: usize, features: u64) -> Frontend {
+/// Connects, and negotiates features; no queue is set up.
+pub fn negotiate(socket: &Path, queues: usize, features: u64) -> Frontend {
     let mut frontend = Frontend::connect(socket, queues as u64).unwrap();
     frontend.set_owner().unwrap();
     let offered = frontend.get_features().unwrap();

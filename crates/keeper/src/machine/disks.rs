@@ -254,10 +254,10 @@ impl Disks {
     }
 }
 
-/// Whether QEMU is connected but has sent nothing.
+/// Whether QEMU is connected but has not sent all of its first messages.
 pub fn is_silent(disk: &DiskServer) -> bool {
     let counters = disk.counters();
-    counters.connected && !counters.spoken
+    counters.connected && !counters.greeted
 }
 
 /// The firmware's variables, which QEMU itself writes.

@@ -22,6 +22,8 @@
 use std::time::{Duration, Instant};
 
 use hearth_api::{EventKind, RejuvenateRequest};
+use hearth_disk::server::DiskServer;
+use hearth_qemu::Qmp;
 use hearth_recovery::rejuvenation;
 
 use super::disks::{Disks, InUseCheck};
@@ -32,8 +34,8 @@ use super::{Context, Machine};
 const RECONNECT_PATIENCE: Duration = Duration::from_secs(10);
 /// Time between two checks. The end of a greeting is noted this soon.
 const LISTEN_EVERY: Duration = Duration::from_millis(200);
-/// Checks before the keeper acts. A QEMU that uses its disks sends its first message when it connects; one that has
-/// sent nothing for this long never will.
+/// Checks before the keeper acts. A QEMU that uses its disks greets them when it connects; one that has not for this long
+/// never will.
 const ATTEMPTS_A_TRY: u32 = 20;
 const TRIES: u32 = 5;
 
@@ -52,17 +54,21 @@ impl Disks {
         (self.greeting_cut_off, context.journal.greeting) = (false, false);
     }
 
-    /// Forgets the greeting if QEMU has used all of its disks.
+    /// Forgets the greeting if QEMU has completed it at all of its disks.
     pub fn end_greeting(&mut self, context: &mut Context) {
-        if self.servers.iter().all(|disk| disk.counters().spoken) {
+        if self.servers.iter().all(|disk| disk.counters().greeted) {
             self.forget_greeting(context);
         }
     }
 
-    /// Waits until QEMU is connected to its disks. It tries once a second.
-    fn await_disks(&self) {
+    /// Waits until QEMU is connected to its disks, which it tries once a second, and knows it: its main loop learns of a
+    /// connection a little later than the server. Started before that, a device fails, and QEMU with it (7.2 to 9.0).
+    fn await_disks(&self, qmp: &Qmp) {
         let deadline = Instant::now() + RECONNECT_PATIENCE;
-        while !self.servers.iter().all(|disk| disk.counters().connected) && Instant::now() < deadline {
+        let are_connected = || self.servers.iter().all(|disk| disk.counters().connected);
+        // A QEMU that does not answer is not waited for.
+        let knows = || qmp.has_connected(self.servers.iter().map(DiskServer::name)).unwrap_or(true);
+        while !(are_connected() && knows()) && Instant::now() < deadline {
             std::thread::sleep(Duration::from_millis(5));
         }
     }
@@ -72,14 +78,14 @@ impl Disks {
     /// everything.
     pub fn wake(&self, context: &Context, generation: &Generation) {
         let qmp = &generation.qmp;
-        self.await_disks();
+        self.await_disks(qmp);
         let stopped = match qmp.run_state().as_deref() {
             // This QEMU may be one that must not be continued; `ensure_qemu_uses_disks` finds out.
             Ok("running") if self.greeting_cut_off => return,
             Ok("running") => qmp.pause(),
             _ => Ok(()),
         };
-        self.await_disks();
+        self.await_disks(qmp);
         if let Err(error) = stopped.and_then(|()| rejuvenation::roll_back(qmp, PAUSE_PATIENCE)) {
             let message = format!("the guest was paused for its hand-over and cannot continue: {error}");
             context.record(EventKind::Error { message });
@@ -104,7 +110,7 @@ impl Machine {
 
     /// Notes that QEMU uses its disks, or makes it do so.
     pub(super) fn ensure_qemu_uses_disks(&mut self, attempt: u32) {
-        let silent: Vec<_> = self.disks.servers.iter().filter(|disk| !disk.counters().spoken).collect();
+        let silent: Vec<_> = self.disks.servers.iter().filter(|disk| !disk.counters().greeted).collect();
         let Some(first) = silent.first() else {
             self.disks.forget_greeting(&mut self.context);
             return self.context.save_journal();
