@@ -1,9 +1,11 @@
-//! Damage to a dead guest's own tables: the dump gets larger, but still holds every page that it held without the damage.
+//! Damage to a dead guest's own tables: the dump gets larger, but still holds every page that it held without the damage. The list of
+//! cached pages, which is only a hint, stays within its bounds.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
 
 use hearth_memory::{GuestPhysicalAddress, PAGE_BYTES};
+use hearth_recovery::vmcore::linux::page_cache::PageCache;
 use hearth_recovery::vmcore::linux::{Classification, Linux, NotUnderstood};
 use hearth_recovery::vmcore::{DeadRam, DumpLevel, PhysicalMemory, Unreadable};
 use hearth_vmtest::artifacts::Linux as Kernel;
@@ -14,6 +16,7 @@ use super::dead::{Dead, work};
 const DESCRIPTOR_BYTES: u64 = 64;
 const KERNEL_IMAGE: u64 = 0xffff_ffff_8000_0000;
 const HUGE_BYTES: u64 = 2 << 20;
+const IMAGE_BYTES_MAX: u64 = 64 << 20;
 
 /// Dead RAM with changed bytes.
 struct Damaged<'a> {
@@ -64,6 +67,8 @@ struct Places {
     root: u64,
     section: u64,
     descriptors: u64,
+    /// Page frames of the kernel's image, and some more.
+    image: Range<u64>,
 }
 
 impl Places {
@@ -82,7 +87,14 @@ impl Places {
             entry
         });
         let table_entries = table_entries.collect();
-        Self { table_entries, root: physical(root), section: physical(section), descriptors: physical(map) }
+        let start = physical(info.symbol("_stext").unwrap()) / PAGE_BYTES;
+        Self {
+            table_entries,
+            root: physical(root),
+            section: physical(section),
+            descriptors: physical(map),
+            image: start..start + IMAGE_BYTES_MAX / PAGE_BYTES,
+        }
     }
 }
 
@@ -120,6 +132,50 @@ fn random_hits<'a>(intact: Damaged<'a>, descriptors: u64, seed: u64) -> Damaged<
         };
         damaged.at(address, &pattern::bytes("random", bytes as usize, hit))
     })
+}
+
+/// Random changes to these pages of the kernel.
+fn hits_in_kernel<'a>(intact: Damaged<'a>, kernel: &[u64], hits: u64, seed: u64) -> Damaged<'a> {
+    (seed * 10_000..).take(hits as usize).fold(intact, |damaged, hit| {
+        let numbers = pattern::bytes("in the kernel", 24, hit);
+        let number = |at: usize| u64::from_le_bytes(numbers[at..at + 8].try_into().expect("eight bytes"));
+        let page = kernel[(number(0) % kernel.len() as u64) as usize];
+        let bytes = 8 << (number(8) % 8);
+        let address = page * PAGE_BYTES + number(16) % (PAGE_BYTES - bytes) / 8 * 8;
+        damaged.at(address, &pattern::bytes("random", bytes as usize, hit))
+    })
+}
+
+/// Asserts that a list of cached pages is not too long, and names only RAM, files and file systems that there are.
+fn check_bounds(cache: &PageCache, end_pfn: u64) {
+    let max = |pages_per_item: u64| (end_pfn / pages_per_item).max(1 << 14) as usize;
+    assert!(cache.runs.len() <= max(4) && cache.files.len() <= max(8) && cache.file_systems.len() <= 1 << 12);
+    for run in &cache.runs {
+        assert!(run.pfn + u64::from(run.pages) <= end_pfn && (run.file as usize) < cache.files.len(), "{run:?}");
+    }
+    assert!(cache.files.iter().all(|file| (file.file_system as usize) < cache.file_systems.len()));
+}
+
+/// Damages the kernel's image, which has its types (BTF), and the memory that it has allocated, which has inodes, file systems and
+/// page tables. `kernel`: the pages of both; `image`: where the image is.
+fn check_damage_to_cached_pages(dead: &Dead, kernel: impl Iterator<Item = u64>, image: &Range<u64>) {
+    let read = |damaged: &Damaged<'_>| Linux::find(damaged, &dead.notes)?.page_cache();
+    let intact = read(&Damaged::none(&dead.ram)).unwrap();
+    assert!(intact.runs.len() > 10 && intact.unknown_pages == 0, "{} runs", intact.runs.len());
+    let (of_image, allocated): (Vec<_>, Vec<_>) = kernel.partition(|pfn| image.contains(pfn));
+    let mut changed = 0;
+    for seed in 0..24 {
+        let (hits, pages) = (1 << (seed / 2), if seed % 2 == 0 { &of_image } else { &allocated });
+        match read(&hits_in_kernel(Damaged::none(&dead.ram), pages, hits, seed)) {
+            Ok(cache) => {
+                check_bounds(&cache, dead.ram.end_pfn());
+                changed += u32::from(cache != intact);
+                println!("{hits} hits: {} runs, {} unknown pages", cache.runs.len(), cache.unknown_pages);
+            }
+            Err(error) => println!("{hits} hits: {error}"),
+        }
+    }
+    assert!(changed > 0, "damage to inodes shows");
 }
 
 fn check_damage_to(kernel: Kernel) -> Result<()> {
@@ -161,6 +217,7 @@ fn check_damage_to(kernel: Kernel) -> Result<()> {
             Err(error) => println!("random hits, seed {seed}: {error}"),
         }
     }
+    check_damage_to_cached_pages(&dead, healthy.kept.iter(), &places.image);
     Ok(())
 }
 

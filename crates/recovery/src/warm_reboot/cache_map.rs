@@ -39,6 +39,8 @@ const LOOKED_UP_PER_HOLD: usize = 64;
 /// Blocks that are apart on the disk make several pieces of a run. Of a guest with more pieces the rest is left out.
 const PAGES_PER_PIECE: u64 = 8;
 const PIECES_MIN: usize = 1 << 14;
+/// Pages of the longest file: offsets are signed numbers of 64 bits (`MAX_LFS_FILESIZE` in Linux's include/linux/fs.h).
+const FILE_PAGES_MAX: u64 = i64::MAX.cast_unsigned() / PAGE_BYTES;
 /// Metadata comes first: without it every file has to wait for its own.
 const METADATA_HEAT: u8 = u8::MAX;
 
@@ -169,7 +171,8 @@ fn add_pieces(pieces: &mut Vec<Piece>, run: CachedRun, layout: Layout, blocks: &
     for first in all.clone().step_by(LOOKED_UP_PER_HOLD) {
         blocks.of(first..all.end.min(first + LOOKED_UP_PER_HOLD as u64), layout, |pfn, entry| {
             // The kernel's index is not checked, and may be any number.
-            let Some(index) = run.index.checked_add(pfn - run.pfn) else { return };
+            let index = run.index.checked_add(pfn - run.pfn).filter(|index| *index < FILE_PAGES_MAX);
+            let Some(index) = index else { return };
             let piece = Piece { file: run.file, heat: run.heat, index, pages: 1, place: (entry.disk.0, entry.block) };
             match pieces.last_mut() {
                 Some(last) if last.goes_on_with(&piece) => last.pages += 1,
@@ -297,6 +300,8 @@ mod tests {
 
     use hearth_disk::block::DiskId;
     use hearth_disk::tag::{TAG_KEY_BYTES, Tag, Tagger};
+    use proptest::collection::vec;
+    use proptest::prelude::*;
 
     use super::*;
     use crate::vmcore::linux::page_cache::{CachedFile, FileSystem};
@@ -421,6 +426,8 @@ mod tests {
     fn impossible_numbers_do_no_harm() {
         let runs = [
             CachedRun { index: u64::MAX - 1, ..RUN },
+            CachedRun { pfn: 400, index: u64::MAX - 1, ..RUN },
+            CachedRun { pfn: 500, index: FILE_PAGES_MAX - 1, ..RUN },
             CachedRun { pfn: u64::from(RAM_PAGES) - 2, file: 0, index: 9, ..RUN },
             CachedRun { pfn: 200, pages: 3, ..RUN },
             CachedRun { pfn: 300, pages: 3, index: 1, ..RUN },
@@ -428,5 +435,36 @@ mod tests {
         let blocks = (0..RAM_PAGES).map(|page| (page, u64::from(page)));
         let map = map_of(&cache(&[(0, ROOT)], &runs), blocks, 1 << 20);
         assert!(map.text().contains("read 0 0 4\n"), "pages claimed twice are read once: {}", map.text());
+        let last = format!("read 0 {} 1\n", FILE_PAGES_MAX - 1);
+        assert!(map.text().ends_with(&last), "no page is beyond the end of the longest file: {}", map.text());
+    }
+
+    fn index() -> impl Strategy<Value = u64> {
+        prop_oneof![0..2000_u64, FILE_PAGES_MAX - 99..FILE_PAGES_MAX + 99, u64::MAX - 99..=u64::MAX]
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(64))]
+
+        /// A dead kernel may claim anything.
+        #[test]
+        fn any_page_cache_makes_a_map_within_its_bounds(
+            runs in vec((0..u64::from(RAM_PAGES), 1..70_u32, 0..3_u32, 0..4_u8, index()), 0..40),
+            limit_bytes in 0..2000_usize,
+        ) {
+            let files = [(0, ROOT), (0, FileKind::File { inode: 13, generation: 1 }), (2, FileKind::Device(5))];
+            let runs = runs.into_iter().map(|(pfn, pages, file, heat, index)| CachedRun { pfn, pages, file, heat, index });
+            let blocks = (0..RAM_PAGES).map(|page| (page, u64::from(page / 3)));
+            let map = map_of(&cache(&files, &runs.collect::<Vec<_>>()), blocks, limit_bytes);
+            prop_assert!(map.text().len() <= limit_bytes);
+            let reads = map.text().lines().filter_map(|line| line.strip_prefix("read "));
+            let numbers = reads.map(|read| read.split(' ').map(|number| number.parse::<u64>().unwrap()).collect::<Vec<_>>());
+            let mut pages = 0;
+            for read in numbers {
+                prop_assert!(read[2] <= CHUNK_PAGES && read[1] + read[2] <= FILE_PAGES_MAX, "{read:?}");
+                pages += read[2];
+            }
+            prop_assert_eq!(pages, map.pages());
+        }
     }
 }
