@@ -11,15 +11,18 @@ use crate::table::figure;
 
 /// `before`: requests a second before the crashes.
 pub fn report(lives: &[Life], before: f64, qemu: Option<&QemuStatus>, machine: &HostFacts, profile: Profile) -> Report {
-    let full_speed_s = |run: Run| lives.iter().find(|life| life.run == run).and_then(|life| life.full_speed_s(before));
+    let served = |run: Run| {
+        let life = lives.iter().find(|life| life.run == run).expect("there is a crash of each way");
+        Served { full_s: life.full_speed_s(before), lost_pct: degradation_pct(before, life.web_after()) }
+    };
     Report {
         title: "A kernel crash, warm and cold".to_owned(),
         lead:
             "A Debian web server with 512 files of 1 MiB in its file cache crashed under load. Hearth brought it back \
-               with that file cache, read back from the memory of its dead kernel before anybody asked (refill); on that \
+               with that file cache, read back from the memory of its dead kernel while it booted (refill); on that \
                memory alone (warm); and, for comparison, on its disk alone (cold)."
                 .to_owned(),
-        verdict: verdict(full_speed_s(Run::Refill), full_speed_s(Run::Cold)),
+        verdict: verdict(&served(Run::Refill), &served(Run::Cold)),
         tiles: tiles(lives, before),
         series: lives.iter().map(series).collect(),
         lines: lines(lives, before),
@@ -36,15 +39,25 @@ fn by_run<T>(lives: &[Life], of: impl Fn(&Life) -> T) -> ByRun<T> {
 /// Change that is more than scatter between two machines of one demo.
 const DIFFERENCE: f64 = 0.1;
 
-/// What a user of the web server would say of refill, from the seconds until it served as before.
-fn verdict(refill_s: Option<f64>, cold_s: Option<f64>) -> String {
-    let Some(refill_s) = refill_s else {
+/// How the server served after a crash.
+struct Served {
+    /// Seconds from the crash until it served as before.
+    full_s: Option<f64>,
+    /// Requests lost in the seconds after its first answer, in percent of those before the crash.
+    lost_pct: f64,
+}
+
+/// What a user of the web server would say of refill.
+fn verdict(refill: &Served, cold: &Served) -> String {
+    let Some(refill_s) = refill.full_s else {
         return format!(
-            "Verdict: with refill the server did not serve as before within {AFTER_S:.0} s of its first answer."
+            "Verdict: with refill the server did not serve as before within {AFTER_S:.0} s of its first answer. In these \
+             it lost {:.0} % of its requests, and {:.0} % after the cold reboot.",
+            refill.lost_pct, cold.lost_pct
         );
     };
     let with = format!("Verdict: with refill the server served as before {refill_s:.1} s after the crash");
-    let Some(cold_s) = cold_s else {
+    let Some(cold_s) = cold.full_s else {
         return format!("{with}; after the cold reboot not within {AFTER_S:.0} s of its first answer.");
     };
     if refill_s < cold_s * (1.0 - DIFFERENCE) {
@@ -152,8 +165,10 @@ mod tests {
             (Some(10.0), Some(10.5), "gained nothing"),
             (Some(14.0), Some(10.0), "4.0 s later"),
             (None, Some(10.0), "did not serve as before"),
+            (None, None, "lost 20 % of its requests, and 20 % after the cold"),
         ] {
-            let verdict = verdict(refill, cold);
+            let [refill, cold] = [refill, cold].map(|full_s| Served { full_s, lost_pct: 20.4 });
+            let verdict = verdict(&refill, &cold);
             assert!(verdict.contains(says), "{verdict}");
         }
     }
