@@ -42,6 +42,10 @@ const GUEST_WRITES_EVERY: Duration = Duration::from_millis(10);
 const GET_FEATURES: [u8; 12] = [1, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0];
 /// VHOST_USER_SET_CONFIG, version 1, to be acknowledged: at offset 32 one byte, the write cache, becomes 0.
 const SET_WRITE_THROUGH: [u8; 25] = [25, 0, 0, 0, 9, 0, 0, 0, 13, 0, 0, 0, 32, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0];
+/// VHOST_USER_SET_VRING_CALL, version 1, for queue 0, without a descriptor.
+const SET_VRING_CALL: [u8; 20] = [13, 0, 0, 0, 1, 0, 0, 0, 8, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0];
+/// Where that message has the number of its queue.
+const QUEUE_AT: usize = 12;
 /// A header and a number.
 const ANSWER_BYTES: usize = 20;
 /// Pause between two attempts to connect to a disk.
@@ -66,14 +70,15 @@ fn main() {
         let socket = unsafe { BorrowedFd::borrow_raw(number) };
         rustix::net::listen(socket, 1).expect("it is a socket");
     }
-    let connect = |path: PathBuf| {
+    let connect = |device: DiskDevice| {
         let (connected, wait) = channel();
         let (acknowledged, acknowledgements) = channel();
         let disk = Arc::new(Mutex::new(None));
         let connection = Arc::clone(&disk);
-        std::thread::spawn(move || stay_connected(&path, &connection, &connected, &acknowledged));
+        let chardev = device.chardev.clone();
+        std::thread::spawn(move || stay_connected(&device, &connection, &connected, &acknowledged));
         wait.recv().expect("the thread waits for its disk");
-        Disk { connection: disk, acknowledgements: Mutex::new(acknowledgements) }
+        Disk { chardev, connection: disk, acknowledgements: Mutex::new(acknowledgements) }
     };
     let disks = line.disks.into_iter().map(connect).collect();
     let run_state = if line.incoming { "inmigrate" } else { "prelaunch" };
@@ -101,9 +106,16 @@ struct CommandLine {
     ram_file: PathBuf,
     /// Listening sockets, by the name of their character device.
     sockets: BTreeMap<String, i32>,
-    disks: Vec<PathBuf>,
+    disks: Vec<DiskDevice>,
     starts_held: bool,
     incoming: bool,
+}
+
+struct DiskDevice {
+    /// Name of its character device.
+    chardev: String,
+    socket: PathBuf,
+    queues: u8,
 }
 
 impl CommandLine {
@@ -116,10 +128,16 @@ impl CommandLine {
         let chardevs = || arguments.iter().filter(|argument| argument.starts_with("socket,id="));
         let ram = arguments.iter().find(|argument| argument.starts_with("memory-backend-file,id=ram"));
         let socket = |chardev: &String| Some((key(chardev, "id")?, key(chardev, "fd")?.parse().ok()?));
+        let disk = |socket: &String| {
+            let chardev = key(socket, "id")?;
+            let device = arguments.iter().find(|device| key(device, "chardev").as_ref() == Some(&chardev))?;
+            let queues = key(device, "num-queues")?.parse().ok()?;
+            Some(DiskDevice { socket: key(socket, "path")?.into(), queues, chardev })
+        };
         Self {
             ram_file: ram.and_then(|ram| key(ram, "mem-path")).expect("a machine has memory").into(),
             sockets: chardevs().filter_map(socket).collect(),
-            disks: chardevs().filter_map(|chardev| key(chardev, "path")).map(PathBuf::from).collect(),
+            disks: chardevs().filter_map(disk).collect(),
             starts_held: has("-S"),
             incoming: has("-incoming"),
         }
@@ -137,12 +155,20 @@ fn map_ram(path: &Path) -> usize {
 
 /// A disk, as its server is told about it.
 struct Disk {
+    chardev: String,
     connection: Arc<Mutex<Option<UnixStream>>>,
     /// One for each message that was to be acknowledged.
     acknowledgements: Mutex<Receiver<()>>,
 }
 
 impl Disk {
+    /// As `query-chardev` tells it.
+    fn chardev(&self) -> Value {
+        let connection = self.connection.lock().expect("no thread panics while it holds the lock");
+        let filename = if connection.is_some() { "unix:" } else { "disconnected:unix:" };
+        json!({ "label": self.chardev, "filename": filename, "frontend-open": true })
+    }
+
     fn set_write_through(&self) {
         let connection = self.connection.lock().expect("no thread panics while it holds the lock");
         let sent = connection.as_ref().is_some_and(|mut server| server.write_all(&SET_WRITE_THROUGH).is_ok());
@@ -154,16 +180,26 @@ impl Disk {
     }
 }
 
-/// Sends a disk's server the first message that QEMU sends, and connects again whenever the server is gone.
+/// The messages to a disk's server with which QEMU's greeting begins and ends.
+fn greeting(queues: u8) -> Vec<u8> {
+    let call = |queue| {
+        let mut message = SET_VRING_CALL;
+        message[QUEUE_AT] = queue;
+        message
+    };
+    GET_FEATURES.into_iter().chain((0..queues).flat_map(call)).collect()
+}
+
+/// Greets a disk's server, and connects again whenever the server is gone.
 fn stay_connected(
-    path: &Path,
+    device: &DiskDevice,
     connection: &Mutex<Option<UnixStream>>,
     connected: &Sender<()>,
     acknowledged: &Sender<()>,
 ) {
     loop {
-        if let Ok(mut server) = UnixStream::connect(path)
-            && server.write_all(&GET_FEATURES).is_ok()
+        if let Ok(mut server) = UnixStream::connect(&device.socket)
+            && server.write_all(&greeting(device.queues)).is_ok()
         {
             *connection.lock().expect("no thread panics while it holds the lock") = server.try_clone().ok();
             let _ = connected.send(());
@@ -173,6 +209,7 @@ fn stay_connected(
                     let _ = acknowledged.send(());
                 }
             }
+            *connection.lock().expect("no thread panics while it holds the lock") = None;
         }
         std::thread::sleep(RECONNECT_EVERY);
     }
@@ -273,6 +310,7 @@ impl Machine {
                 let status = self.lock().migration;
                 return Ok(json!({ "status": status }));
             }
+            "query-chardev" => return Ok(self.disks.iter().map(Disk::chardev).collect()),
             "human-monitor-command" => return Ok(json!("")),
             "getfd" => drop(self.lock().handed.insert(text("fdname"), descriptor.ok_or("no descriptor came along")?)),
             "closefd" => drop(take(text("fdname"))?),
