@@ -17,26 +17,20 @@ use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::Instant;
 
-use hearth_disk::block::DiskId;
-use hearth_disk::gate::Gate;
-use hearth_disk::image::{Format, Image, ImageOptions};
 use hearth_disk::ledger::{Entry, Ledger};
-use hearth_disk::server::{DiskOptions, DiskServer};
 use hearth_memory::{Durability, RamFile, replace_file};
 use hearth_recovery::ember::Ember;
 use hearth_recovery::incarnation::Incarnation;
 use hearth_recovery::warm_reboot::cache_map::{Blocks, CacheMap};
 use rustix::fs::{FallocateFlags, fallocate};
 
-use super::disks::Disks;
-use super::{Context, MachineError, launch};
 use crate::event::{CacheMapSize, MemoryMessage};
 use crate::folders::CACHE_MAP;
 
 /// Name of the disk, and of its file in the memory folder.
 pub const NAME: &str = CACHE_MAP;
 /// The helper in the guest finds the disk by this.
-const SERIAL: &str = "hearth-cache-map";
+pub const SERIAL: &str = "hearth-cache-map";
 /// First word of the header, and version of the format.
 const MAGIC: &str = "hearth-cache-map 1";
 const HEADER_BYTES: usize = 4096;
@@ -221,41 +215,9 @@ fn read(file: &CacheMapFile, ember: &Ember) -> Result<CacheMap, String> {
     read
 }
 
-fn path(memory_folder: &Path) -> PathBuf {
+/// Where the file is.
+pub fn path(memory_folder: &Path) -> PathBuf {
     memory_folder.join(NAME)
-}
-
-impl Disks {
-    /// Serves the cache map, if the machine has one. Call it after all other disks are served: the guest sees it after them.
-    pub fn open_cache_map(&mut self, context: &Context, gate: Option<&Gate>) -> Result<(), MachineError> {
-        if context.config.guest.refill.is_none() {
-            return Ok(());
-        }
-        let failed = |source| MachineError::Image { disk: NAME.to_owned(), source };
-        let image = ImageOptions {
-            path: path(&context.folders.memory),
-            format: Format::Raw,
-            read_only: true,
-            direct: false,
-            lock_patience: launch::LOCK_PATIENCE,
-            owner: self.lock_owner(context),
-        };
-        let image = Image::open(&image).map_err(failed)?;
-        let id = DiskId(u8::try_from(self.servers.len()).expect("a machine has fewer disks than PCI slots"));
-        let options = DiskOptions {
-            serial: SERIAL.to_owned(),
-            read_only: true,
-            tracked: false,
-            gate: gate.cloned(),
-            tell: Some(Self::notices(context, NAME)),
-            ..DiskOptions::new(id, NAME, context.folders.disk_socket(NAME))
-        };
-        let server = DiskServer::start(options, image, None)
-            .map_err(|source| MachineError::Server { disk: NAME.to_owned(), source })?;
-        Self::watch(context, &server);
-        self.servers.push(server);
-        Ok(())
-    }
 }
 
 #[cfg(test)]

@@ -11,8 +11,9 @@
 mod guard;
 
 use hearth_api::EventKind;
+use hearth_disk::block::DiskId;
 use hearth_disk::gate::Gate;
-use hearth_disk::image::{Image, ImageOptions, LockOwner, Unwritten};
+use hearth_disk::image::{Format, Image, ImageOptions, LockOwner, Unwritten};
 use hearth_disk::server::{DiskOptions, DiskServer};
 use hearth_recovery::images::{self, DiskNote, Notes, Watch};
 use hearth_recovery::incarnation::Incarnation;
@@ -24,7 +25,7 @@ pub use guard::Images;
 use super::disks::Disks;
 use super::timeline::LastRecovery;
 use super::warm_reboot::WarmReboot;
-use super::{Context, MachineError, launch};
+use super::{Context, MachineError, cache_map, launch};
 use crate::folders::lock_owner;
 
 impl Disks {
@@ -104,6 +105,37 @@ impl Disks {
             .map_err(|source| MachineError::Server { disk: disk.name.clone(), source })?;
         Self::watch(context, &server);
         Ok(server)
+    }
+
+    /// Serves the cache map, if the machine has one. Call it after all other disks are served: the guest sees it after them.
+    fn open_cache_map(&mut self, context: &Context, gate: Option<&Gate>) -> Result<(), MachineError> {
+        if context.config.guest.refill.is_none() {
+            return Ok(());
+        }
+        let failed = |source| MachineError::Image { disk: cache_map::NAME.to_owned(), source };
+        let image = ImageOptions {
+            path: cache_map::path(&context.folders.memory),
+            format: Format::Raw,
+            read_only: true,
+            direct: false,
+            lock_patience: launch::LOCK_PATIENCE,
+            owner: self.lock_owner(context),
+        };
+        let image = Image::open(&image).map_err(failed)?;
+        let id = DiskId(u8::try_from(self.servers.len()).expect("a machine has fewer disks than PCI slots"));
+        let options = DiskOptions {
+            serial: cache_map::SERIAL.to_owned(),
+            read_only: true,
+            tracked: false,
+            gate: gate.cloned(),
+            tell: Some(Self::notices(context, cache_map::NAME)),
+            ..DiskOptions::new(id, cache_map::NAME, context.folders.disk_socket(cache_map::NAME))
+        };
+        let server = DiskServer::start(options, image, None)
+            .map_err(|source| MachineError::Server { disk: cache_map::NAME.to_owned(), source })?;
+        Self::watch(context, &server);
+        self.servers.push(server);
+        Ok(())
     }
 
     /// Compares the images with the last keeper's notes. All are locked, so nobody else changes them from now on.
