@@ -134,8 +134,8 @@ fn set_up() -> Result<(), Box<dyn Error>> {
     set_up_beside(make_images, || ()).map(drop)
 }
 
-/// Installs the tools and makes images. Both use the network and at most one processor, so `work` runs meanwhile: cargo needs none
-/// of the tools that are not there when this program could be built.
+/// Installs the tools and makes images. Both use the network and at most one processor, so `work` runs meanwhile: cargo needs
+/// only what was needed to build this program, too.
 fn set_up_beside<T>(
     make_images: fn() -> Result<(), guest::GuestError>,
     work: impl FnOnce() -> T,

@@ -67,7 +67,7 @@ pub struct Missing(Vec<&'static str>);
 
 /// Installs the missing tools that everything needs.
 pub fn ensure_tools() -> Result<(), SetupError> {
-    ensure(&TOOLS)
+    find_missing_tools()?.install()
 }
 
 /// Installs the missing tools as root; otherwise reports the command.
@@ -82,12 +82,15 @@ pub fn find_missing_tools() -> Result<Missing, SetupError> {
 
 fn find_missing(tools: &[Tool]) -> Result<Missing, SetupError> {
     let missing = missing(tools, &is_there);
-    let packages = || missing.join(" ");
-    if !missing.is_empty() && shell::find("apt-get").is_none() {
-        return Err(SetupError::NoApt { packages: packages() });
+    if missing.is_empty() {
+        return Ok(Missing(missing));
     }
-    if !missing.is_empty() && !rustix::process::geteuid().is_root() {
-        return Err(SetupError::NotRoot { packages: packages() });
+    let packages = missing.join(" ");
+    if shell::find("apt-get").is_none() {
+        return Err(SetupError::NoApt { packages });
+    }
+    if !rustix::process::geteuid().is_root() {
+        return Err(SetupError::NotRoot { packages });
     }
     Ok(Missing(missing))
 }

@@ -115,20 +115,25 @@ fn check(dead: &Dead, healthy: &Classification, what: &str, damaged: Damaged<'_>
     found
 }
 
+/// Random numbers for a change.
+fn numbers<const COUNT: usize>(what: &str, hit: u64) -> [u64; COUNT] {
+    let bytes = pattern::bytes(what, COUNT * 8, hit);
+    std::array::from_fn(|at| u64::from_le_bytes(bytes[at * 8..][..8].try_into().expect("eight bytes")))
+}
+
 /// A hundred random changes: half of them to descriptors, the rest to any words.
 fn random_hits<'a>(intact: Damaged<'a>, descriptors: u64, seed: u64) -> Damaged<'a> {
     let ram_bytes = intact.ram.end_pfn() * PAGE_BYTES;
     (seed * 1000..).take(100).fold(intact, |damaged, hit| {
-        let numbers = pattern::bytes("where", 16, hit);
-        let number = |at: usize| u64::from_le_bytes(numbers[at..at + 8].try_into().expect("eight bytes"));
+        let [place, size] = numbers("where", hit);
         let (address, bytes) = if hit % 2 == 0 {
             // Whole descriptors: a single flipped flag could not be noticed.
-            let count = number(8) % 30 + 1;
-            let first = number(0) % (4 * HUGE_BYTES / DESCRIPTOR_BYTES - count);
+            let count = size % 30 + 1;
+            let first = place % (4 * HUGE_BYTES / DESCRIPTOR_BYTES - count);
             (descriptors + first * DESCRIPTOR_BYTES, count * DESCRIPTOR_BYTES)
         } else {
-            let bytes = number(8) % 2000 / 8 * 8 + 8;
-            (number(0) % (ram_bytes - bytes) / 8 * 8, bytes)
+            let bytes = size % 2000 / 8 * 8 + 8;
+            (place % (ram_bytes - bytes) / 8 * 8, bytes)
         };
         damaged.at(address, &pattern::bytes("random", bytes as usize, hit))
     })
@@ -137,11 +142,10 @@ fn random_hits<'a>(intact: Damaged<'a>, descriptors: u64, seed: u64) -> Damaged<
 /// Random changes to these pages of the kernel.
 fn hits_in_kernel<'a>(intact: Damaged<'a>, kernel: &[u64], hits: u64, seed: u64) -> Damaged<'a> {
     (seed * 10_000..).take(hits as usize).fold(intact, |damaged, hit| {
-        let numbers = pattern::bytes("in the kernel", 24, hit);
-        let number = |at: usize| u64::from_le_bytes(numbers[at..at + 8].try_into().expect("eight bytes"));
-        let page = kernel[(number(0) % kernel.len() as u64) as usize];
-        let bytes = 8 << (number(8) % 8);
-        let address = page * PAGE_BYTES + number(16) % (PAGE_BYTES - bytes) / 8 * 8;
+        let [page, size, place] = numbers("in the kernel", hit);
+        let page = kernel[(page % kernel.len() as u64) as usize];
+        let bytes = 8 << (size % 8);
+        let address = page * PAGE_BYTES + place % (PAGE_BYTES - bytes) / 8 * 8;
         damaged.at(address, &pattern::bytes("random", bytes as usize, hit))
     })
 }

@@ -125,6 +125,7 @@ impl Disks {
         let id = DiskId(u8::try_from(self.servers.len()).expect("a machine has fewer disks than PCI slots"));
         let options = DiskOptions {
             serial: cache_map::SERIAL.to_owned(),
+            queues: launch::CACHE_MAP_QUEUES,
             read_only: true,
             tracked: false,
             gate: gate.cloned(),

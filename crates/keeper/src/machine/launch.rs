@@ -28,7 +28,7 @@ const QUEUE_SIZE: u16 = 256;
 /// Limit for small files. Registers and notes for a dump are smaller, and so is everything else that QEMU writes.
 const SMALL_FILE_BYTES: u64 = 64 << 20;
 const NVRAM_QUEUES: u16 = 1;
-const CACHE_MAP_QUEUES: u16 = 1;
+pub const CACHE_MAP_QUEUES: u16 = 1;
 /// How long to wait for an image's lock. A keeper that was just killed may have writes under way, and holds the lock
 /// until they end.
 pub const LOCK_PATIENCE: Duration = Duration::from_secs(30);
