@@ -78,11 +78,13 @@ impl Guest {
         }
     }
 
-    /// Command that prints what `hearth-refill` has said since the boot, if it is done.
+    /// Command that waits until `hearth-refill` is done, and prints what it has said since the boot.
     pub fn refill_report(self) -> &'static str {
         match self {
-            Guest::Debian | Guest::Large => "journalctl -b -o cat -u hearth-refill",
-            Guest::Busybox => "cat /tmp/refill",
+            Guest::Debian | Guest::Large => {
+                "while systemctl -q is-active hearth-refill; do sleep 1; done; journalctl -b -o cat -u hearth-refill"
+            }
+            Guest::Busybox => "while pidof hearth-refill >/dev/null; do sleep 1; done; cat /tmp/refill",
         }
     }
 

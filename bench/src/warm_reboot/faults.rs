@@ -2,13 +2,14 @@
 //! every file that it serves is compared with what was put on the disk. The next guest brings its file cache back (`refill`) by the
 //! map that the damaged kernel leaves.
 //!
-//! QEMU is killed right after the overwriting, so that the guest cannot write its damage to the disk: the test is whether damaged
-//! memory is served, not whether a damaged kernel damages its disk.
+//! QEMU stands still while pages are overwritten, and is killed then, so that the guest cannot write its damage to the disk: the
+//! test is whether damaged memory is served, not whether a damaged kernel damages its disk.
 
 use std::io;
 use std::path::{Path, PathBuf};
 
-use hearth_vmtest::faults;
+use hearth_vmtest::{faults, processes};
+use rustix::process::Pid;
 
 use super::session::{self, Session};
 use super::{Shape, WarmRebootError};
@@ -41,6 +42,9 @@ pub fn measure(rig: &Rig, shape: Shape, record: &mut Record) -> Result<(), WarmR
 
 fn inject(session: &Session<'_>, pages: u64, seed: u64) -> Result<(), WarmRebootError> {
     let failed = |source| WarmRebootError::Memory { side: "hearth".to_owned(), source };
+    let status = session.machine().status().map_err(|error| session.machine_error(error))?;
+    let qemu = status.and_then(|status| Pid::from_raw(status.qemu?.pid as i32));
+    processes::freeze(qemu.expect("a guest runs under Hearth")).map_err(failed)?;
     let folder = session.machine().memory_folder().expect("Hearth's machines have a memory folder");
     let ram = newest_ram_file(folder).map_err(failed)?;
     faults::overwrite_pages(&ram, pages, seed).map(drop).map_err(|error| session.machine_error(error))

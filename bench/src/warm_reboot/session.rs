@@ -117,6 +117,7 @@ impl<'a> Session<'a> {
     /// Measures service before and after a crash. A quick session also reads the files in the same incarnation.
     fn crash_and_serve(&mut self, way: Way, record: &mut Record) -> Result<(), WarmRebootError> {
         let case = self.case(way);
+        let cached_pct = self.cached_pct()?;
         let (load, begun_s) = self.load_for_a_window()?;
         let read_before = self.read_bytes()?;
         let crashed_s = load.now_s();
@@ -156,6 +157,7 @@ impl<'a> Session<'a> {
             record.add(&case, "full_speed_s", "s", full_s - crashed_s);
         }
         if !self.shape.reads_apart {
+            self.refilled(&case, cached_pct, record)?;
             self.read_after(&case, read_before, at_service, record)?;
         }
         Ok(())
@@ -191,12 +193,13 @@ impl<'a> Session<'a> {
         let Some(file) = self.shape.guest.large_file() else { return Ok(()) };
         let case = self.case(way);
         let before = self.random_read_us(file)?;
+        let cached_pct = self.cached_pct()?;
         self.crash_and_wait(way)?;
         let after = self.random_read_us(file)?;
         eprintln!("warm-reboot: {case}: random reads of 4 KiB in {before:.0} us, then {after:.0} us");
         record.add(&case, "random_read_before_us", "us", before);
         record.add(&case, "random_read_us", "us", after);
-        Ok(())
+        self.refilled(&case, cached_pct, record)
     }
 
     /// Mean microseconds of a read of 4 KiB.
@@ -248,7 +251,7 @@ impl<'a> Session<'a> {
         at_service: u64,
         record: &mut Record,
     ) -> Result<(), WarmRebootError> {
-        let refilled_pct = self.cached_pct()?;
+        let cached_pct = self.cached_pct()?;
         let first = self.read_all()?;
         let mib = |from: u64, to: u64| to.saturating_sub(from) as f64 / MIB;
         let (for_files, for_boot) = (mib(at_service, self.read_bytes()?), mib(read_before, at_service));
@@ -256,23 +259,25 @@ impl<'a> Session<'a> {
         eprintln!(
             "warm-reboot: {case}: files at {first:.0}, then {second:.0} MiB/s; {for_files:.1} MiB from the disk for them, {for_boot:.1} for the boot"
         );
-        record.add(case, "cached_before_read_pct", "%", refilled_pct);
+        record.add(case, "cached_before_read_pct", "%", cached_pct);
         record.add(case, "read_first_mib_s", "MiB/s", first);
         record.add(case, "read_second_mib_s", "MiB/s", second);
         record.add(case, "disk_read_after_mib", "MiB", for_files);
         record.add(case, "disk_read_for_boot_mib", "MiB", for_boot);
-        self.refill(case, record)?;
         self.ember(case, record)
     }
 
-    /// Records what `hearth-refill` says of itself, and the cache map's size and time.
-    fn refill(&self, case: &str, record: &mut Record) -> Result<(), WarmRebootError> {
+    /// Waits until `hearth-refill` is done, and records what it says of itself, how much of the files that were cached is cached
+    /// again, and the cache map's size and time. `before_pct`: the part of the files that was cached before the crash.
+    fn refilled(&self, case: &str, before_pct: f64, record: &mut Record) -> Result<(), WarmRebootError> {
         if !matches!(self.stack, Stack::HearthRefill | Stack::ColdPrefetch) {
             return Ok(());
         }
-        let said = self.machine.run_within(self.shape.guest.refill_report(), patience(20));
-        let said = said.map_err(|error| self.machine_error(error))?.text();
-        eprintln!("warm-reboot: {case}: {}", said.trim());
+        let output = self.machine.run_within(self.shape.guest.refill_report(), patience(120));
+        let said = output.map_err(|error| self.machine_error(error))?.text();
+        let refilled_pct = self.cached_pct()? / before_pct * 100.0;
+        eprintln!("warm-reboot: {case}: {}; {refilled_pct:.1} % of what was cached is", said.trim());
+        record.add(case, "refilled_pct", "%", refilled_pct);
         if let Some(Refilled { mib, took_s, processor_s }) = Refilled::parse(&said) {
             record.add(case, "refill_s", "s", took_s);
             record.add(case, "refill_us_per_page", "us", processor_s * 1e6 / (mib * MIB / 4096.0));

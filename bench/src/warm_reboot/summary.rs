@@ -63,7 +63,8 @@ fn degraded(before: Option<f64>, after: Option<f64>) -> Option<f64> {
 fn refill(record: &mut Record, profile: Profile) {
     let [refill, prefetch] = ["hearth-refill", "cold-prefetch"];
     for (metric, row) in [
-        ("refilled_pct", "cached_before_read_pct"),
+        ("refilled_pct", "refilled_pct"),
+        ("cached_at_first_answer_pct", "cached_before_read_pct"),
         ("refill_s", "refill_s"),
         ("refill_us_per_page", "refill_us_per_page"),
         ("map_s", "map_s"),
