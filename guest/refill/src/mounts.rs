@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::fs::{Mode, OFlags, fstat, major, minor};
 
 /// A mounted file system: its kind, a folder of it, and its device.
 pub struct Mount {
@@ -44,10 +45,16 @@ impl Mounts {
         Ok(Self { list: File::open("/proc/self/mountinfo")? })
     }
 
-    /// Finds the file systems that are mounted now, by UUID as 32 hexadecimal digits.
-    pub fn find(&self) -> HashMap<String, Mount> {
+    /// Finds those of these file systems, by UUID as 32 hexadecimal digits, that are mounted now. Each is busy while its `Mount` lives.
+    pub fn find(&self, wanted: &[&str]) -> HashMap<String, Mount> {
         let text = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
-        text.lines().filter_map(mount).collect()
+        let mut found = HashMap::new();
+        for line in text.lines() {
+            if let Some((uuid, mount)) = mount(line, wanted) {
+                found.entry(uuid).or_insert(mount);
+            }
+        }
+        found
     }
 
     /// Waits until something was mounted or unmounted since `open` or the last call. Returns false once the time is over.
@@ -59,14 +66,23 @@ impl Mounts {
     }
 }
 
-fn mount(line: &str) -> Option<(String, Mount)> {
+fn mount(line: &str, wanted: &[&str]) -> Option<(String, Mount)> {
     let (device_number, mount_point) = parse(line)?;
     let uevent = fs::read_to_string(format!("/sys/dev/block/{device_number}/uevent")).ok()?;
     let device = Path::new("/dev").join(uevent.lines().find_map(|line| line.strip_prefix("DEVNAME="))?);
     let mut superblock = vec![0; SUPERBLOCK_BYTES];
     File::open(&device).ok()?.read_exact_at(&mut superblock, 0).ok()?;
     let (kind, uuid) = identify(&superblock)?;
-    Some((uuid, Mount { kind, root: File::open(mount_point).ok()?, device }))
+    let root = wanted.contains(&&*uuid).then(|| open_folder(&mount_point, device_number))??;
+    Some((uuid, Mount { kind, root, device }))
+}
+
+/// Opens a mounted folder. `None` if something else is at this path, such as another file system that was mounted over it.
+fn open_folder(path: &str, device_number: &str) -> Option<File> {
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NONBLOCK | OFlags::CLOEXEC;
+    let folder = rustix::fs::open(path, flags, Mode::empty()).ok()?;
+    let device = fstat(&folder).ok()?.st_dev;
+    (format!("{}:{}", major(device), minor(device)) == device_number).then(|| folder.into())
 }
 
 /// Number of the device, and where it is mounted.
@@ -100,6 +116,19 @@ mod tests {
     fn nothing_changes_while_nothing_is_mounted() {
         let mounts = Mounts::open().unwrap();
         assert!(!mounts.wait_changed(Duration::ZERO));
+    }
+
+    #[test]
+    fn only_the_mounted_file_system_is_opened() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().to_str().unwrap();
+        let device = fstat(File::open(path).unwrap()).unwrap().st_dev;
+        let number = format!("{}:{}", major(device), minor(device));
+        assert!(open_folder(path, &number).is_some());
+        assert!(open_folder("/proc", &number).is_none(), "another one is there");
+        let file = folder.path().join("file");
+        fs::write(&file, "").unwrap();
+        assert!(open_folder(file.to_str().unwrap(), &number).is_none());
     }
 
     #[test]

@@ -26,8 +26,10 @@ const PAGE_BYTES: u64 = 4096;
 const READS_PER_LOOK: usize = 8;
 /// Threads beyond this only wait for each other in the disk's queue.
 const THREADS_MAX: usize = 8;
-/// Part of the memory that stays free, in percent: below it the kernel would drop other pages for these.
+/// Part of the memory that stays free, in percent; and at least so often what the kernel keeps free (`vm.min_free_kbytes`). With less
+/// it would drop other pages for these.
 const FREE_PERCENT: u64 = 3;
+const KERNELS_FREE_TIMES: u64 = 2;
 
 /// Time for the boot to mount the file systems.
 const PATIENCE: Duration = Duration::from_secs(120);
@@ -72,9 +74,10 @@ pub fn refill(map: &Map, source: Source) -> io::Result<Report> {
     };
     let mut awaited: BTreeSet<usize> = map.files.iter().map(|file| file.file_system).collect();
     loop {
-        let mounted = mounts.find();
+        let uuid = |number: &usize| map.file_systems[*number].as_str();
+        let mut mounted = mounts.find(&awaited.iter().map(uuid).collect::<Vec<_>>());
         let found: HashMap<_, _> =
-            awaited.iter().filter_map(|number| Some((*number, mounted.get(&map.file_systems[*number])?))).collect();
+            awaited.iter().filter_map(|number| Some((*number, mounted.remove(uuid(number))?))).collect();
         if !found.is_empty() {
             awaited.retain(|number| !found.contains_key(number));
             report.add(Work::new(map, found, source));
@@ -112,18 +115,19 @@ struct Work<'a> {
     map: &'a Map,
     source: Source,
     /// The file systems, by their number.
-    mounts: HashMap<usize, &'a Mount>,
+    mounts: HashMap<usize, Mount>,
     /// Their reads, in the map's order.
     reads: Vec<Read>,
     /// Whether a file could not be opened, by its number.
     missing: Vec<AtomicBool>,
     next: AtomicUsize,
     bytes: AtomicU64,
+    free_bytes_min: u64,
     is_memory_full: AtomicBool,
 }
 
 impl<'a> Work<'a> {
-    fn new(map: &'a Map, mounts: HashMap<usize, &'a Mount>, source: Source) -> Self {
+    fn new(map: &'a Map, mounts: HashMap<usize, Mount>, source: Source) -> Self {
         let is_of_these = |read: &&Read| mounts.contains_key(&map.files[read.file].file_system);
         Self {
             map,
@@ -133,6 +137,7 @@ impl<'a> Work<'a> {
             missing: map.files.iter().map(|_| AtomicBool::new(false)).collect(),
             next: AtomicUsize::new(0),
             bytes: AtomicU64::new(0),
+            free_bytes_min: free_bytes_min(),
             is_memory_full: AtomicBool::new(false),
         }
     }
@@ -143,7 +148,7 @@ impl<'a> Work<'a> {
         loop {
             let number = self.next.fetch_add(1, Relaxed);
             let Some(read) = self.reads.get(number) else { return };
-            if number.is_multiple_of(READS_PER_LOOK) && !is_memory_free() {
+            if number.is_multiple_of(READS_PER_LOOK) && free_bytes() < self.free_bytes_min {
                 self.is_memory_full.store(true, Relaxed);
             }
             if self.is_memory_full.load(Relaxed) {
@@ -173,7 +178,7 @@ impl<'a> Work<'a> {
 
     fn open(&self, number: usize) -> Option<File> {
         let file = self.map.files[number];
-        let mount = self.mounts[&file.file_system];
+        let mount = &self.mounts[&file.file_system];
         let opened = match file.inode {
             Some((inode, generation)) => handle::open(&mount.root, mount.kind, inode, generation).ok(),
             None => File::open(&mount.device).ok(),
@@ -191,7 +196,16 @@ fn processor_time() -> Duration {
     Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
 }
 
-fn is_memory_free() -> bool {
+fn free_bytes() -> u64 {
     let memory = sysinfo();
-    memory.freeram * 100 >= memory.totalram * FREE_PERCENT
+    memory.freeram * u64::from(memory.mem_unit)
+}
+
+/// Bytes of memory that stay free.
+fn free_bytes_min() -> u64 {
+    let memory = sysinfo();
+    let kernels = std::fs::read_to_string("/proc/sys/vm/min_free_kbytes");
+    let kernels_kib: u64 = kernels.ok().and_then(|kib| kib.trim().parse().ok()).unwrap_or(0);
+    let part = memory.totalram * u64::from(memory.mem_unit) * FREE_PERCENT / 100;
+    part.max(kernels_kib * 1024 * KERNELS_FREE_TIMES)
 }

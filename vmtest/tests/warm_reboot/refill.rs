@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use hearth_api::EventKind;
-use hearth_vmtest::{Drives, Result, TestVm, TestVmBuilder, event, patience};
+use hearth_vmtest::{Disk, Drives, Result, TestVm, TestVmBuilder, event, patience};
 use toml::Table;
 
 use crate::shelf::{CHANGED, Reads, SHELF, change, hog, mount, names, verify};
@@ -111,13 +111,13 @@ fn files_are_right_after_a_guest_with_full_memory() -> Result<()> {
     SHELF.verify(&vm)
 }
 
-/// The unit starts before the boot has mounted most file systems.
+/// The unit starts before the boot has mounted most file systems. While it waits for one, it keeps no other busy.
 #[test]
 fn file_system_is_read_when_it_is_mounted_at_last() -> Result<()> {
-    let vm = reborn(machine("late"), Drives::panic)?;
-    vm.sh("umount /mnt")?;
+    let vm = reborn(machine("late").disk(Disk::ext4(16)), Drives::panic)?;
+    vm.sh("umount /mnt && mkdir /other && mount -t ext4 /dev/vdb /other")?;
     let before = Reads::of(&vm)?;
-    vm.sh("hearth-refill >/tmp/said & sleep 1")?;
+    vm.sh("hearth-refill >/tmp/said & sleep 1; umount /other")?;
     assert_eq!(vm.sh("cat /tmp/said")?, "", "the helper waits for the file system");
     mount(&vm, "rw")?;
     wait_arrived(&vm, before, "")?;
