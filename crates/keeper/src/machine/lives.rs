@@ -107,7 +107,7 @@ impl Machine {
         self.disks.backfill.set_miss_policy(MissPolicy::Wait);
         let hold = self.dump_hold(&dead);
         match why_cold {
-            None => self.warm_reboot.begin_cache_map(&dead),
+            None => self.warm_reboot.begin_cache_map(&dead, self.harvested_registers(dead.number).ok()),
             Some(_) => self.warm_reboot.clear_cache_map(),
         }
         match (hold, &why_cold) {
@@ -187,6 +187,7 @@ impl Machine {
                 let why = crate::chain(&error);
                 tracing::warn!(why, "the reboot will be cold");
                 self.recovery.set_cold(why);
+                self.warm_reboot.clear_cache_map();
             }
         }
     }
@@ -224,7 +225,7 @@ impl Machine {
         let dead = self.tear_down(guest, how, cause);
         self.warm_reboot.monitor.watch(None);
         self.warm_reboot.succession(&self.disks.servers).drain()?;
-        self.warm_reboot.begin_keeping_cache_map(&dead);
+        self.warm_reboot.begin_keeping_cache_map(&dead, self.harvested_registers(dead.number).ok());
         if let Some(hold) = self.dump_hold(&dead) {
             self.bank_held(dead, hold, true);
         }
@@ -323,6 +324,7 @@ impl Machine {
         let number = generation.number;
         self.disks.admit(&self.context, generation.identity().pid);
         self.adopt(incarnation, generation)?;
+        self.warm_reboot.forget_kept_cache_map();
         self.watch_ready();
         let warm = self.recovery.timeline.as_ref().is_some_and(|timeline| timeline.recovery().warm);
         self.context.record(EventKind::IncarnationStarted { generation: number, warm });

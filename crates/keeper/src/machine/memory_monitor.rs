@@ -22,7 +22,7 @@ use hearth_recovery::ember::Ember;
 use hearth_recovery::images::Watch;
 use hearth_recovery::incarnation::Incarnation;
 
-use super::cache_map::{self, CacheMapFile};
+use super::cache_map::{CacheMapFile, Reading};
 use super::dump::GuestWaits;
 use crate::event::MemoryMessage;
 
@@ -198,8 +198,8 @@ struct Round<'a> {
     ember_told: bool,
     /// Whether to settle once the cache map is read.
     settles: bool,
-    /// The thread that reads the cache map.
-    reading: Option<JoinHandle<MemoryMessage>>,
+    /// The reading of the cache map.
+    reading: Option<Reading>,
 }
 
 impl<'a> Round<'a> {
@@ -256,10 +256,12 @@ impl<'a> Round<'a> {
         // processor in between, a slow guest must not be mistaken for a fast one.
         let since = std::mem::replace(&mut self.looked, looked).elapsed();
         let to_trim = self.shared.budget().to_trim(self.promised(usage), growth, since);
-        if to_trim > 0 {
-            self.trimmed_bytes += self.shared.ember.trim(to_trim)?;
+        let trimmed = if to_trim > 0 { self.shared.ember.trim(to_trim)? } else { 0 };
+        self.trimmed_bytes += trimmed;
+        let guest_waits = self.review_admission();
+        if let Some(reading) = self.reading.as_ref().filter(|_| trimmed < to_trim || guest_waits) {
+            reading.give_up("the next guest needs the memory");
         }
-        self.review_admission();
         self.warn_if_over(usage);
         self.report_ember(usage.ember_bytes == 0);
         if let Some(settled) = settled {
@@ -289,13 +291,15 @@ impl<'a> Round<'a> {
         Ok(usage)
     }
 
-    /// Grants what is possible now. After trimming, because memory beyond the budget for a dump must be regained first.
-    fn review_admission(&self) {
-        let admission = self.shared.admission.lock().expect("holders only assign").clone();
-        if let Some(Err(error)) = admission.map(|admission| admission.review()) {
+    /// Grants what is possible now. After trimming, because memory beyond the budget for a dump must be regained first. Returns
+    /// whether the guest still waits.
+    fn review_admission(&self) -> bool {
+        let Some(admission) = self.shared.admission.lock().expect("holders only assign").clone() else { return false };
+        if let Err(error) = admission.review() {
             // The admission's own thread meets the same error, and reports it.
             tracing::debug!(%error, "cannot adjust memory admission");
         }
+        admission.is_waited_for()
     }
 
     /// The usage if the guest had taken all memory that was granted: it may do so at any moment.
@@ -313,17 +317,18 @@ impl<'a> Round<'a> {
     /// Settles when that was asked for, but not before the cache map was read: that needs the memory of the dead kernel, which
     /// settling releases. The map is read on a thread, because the budget must be kept meanwhile.
     fn settle_if_wanted(&mut self) -> Result<Option<MemoryMessage>, hearth_memory::MemoryError> {
-        if self.reading.is_none() && self.shared.settle_wanted.swap(false, Relaxed) {
-            self.settles = true;
-            self.reading = cache_map::begin_reading(&self.shared.cache_map, &self.shared.ember);
-        }
-        if !self.settles || self.reading.as_ref().is_some_and(|reading| !reading.is_finished()) {
+        if self.reading.as_ref().is_some_and(|reading| !reading.is_over()) {
             return Ok(None);
         }
-        match self.reading.take().map(JoinHandle::join) {
-            Some(Ok(message)) => (self.tell)(message),
-            Some(Err(_)) => tracing::error!("the thread that reads the cache map panicked"),
-            None => {}
+        if let Some(message) = self.reading.take().and_then(Reading::end) {
+            (self.tell)(message);
+        }
+        if self.shared.settle_wanted.swap(false, Relaxed) {
+            self.settles = true;
+            self.reading = self.shared.cache_map.as_ref().and_then(|file| Reading::begin(file, &self.shared.ember));
+        }
+        if !self.settles || self.reading.is_some() {
+            return Ok(None);
         }
         self.settles = false;
         self.settle().map(Some)

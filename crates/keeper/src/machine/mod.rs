@@ -226,6 +226,7 @@ impl Machine {
         } else {
             machine.disks.forget_greeting(&mut machine.context);
             machine.disks.images.begin_start();
+            machine.warm_reboot.begin_without_memory();
         }
         Ok(machine)
     }

@@ -1,7 +1,7 @@
 //! Warm reboot of a machine: what is kept of dead guests' memory, and the budget that limits it.
 
 use std::sync::Arc;
-use std::thread::JoinHandle;
+use std::time::Duration;
 
 use hearth_api::EventKind;
 use hearth_disk::block::DiskId;
@@ -16,12 +16,15 @@ use hearth_recovery::fast_remount::WarmSources;
 use hearth_recovery::incarnation::Incarnation;
 use hearth_recovery::warm_reboot::{Phase, RebootContext};
 
-use super::cache_map::{self, CacheMapFile};
+use super::cache_map::{Awaited, CacheMapFile, Reading};
 use super::memory_monitor::{Kept, MemoryMonitor};
 use super::timeline::LastRecovery;
 use super::{Context, DRAIN_PATIENCE, MachineError, dump};
 use crate::config::{AdmissionMode, Config};
 use crate::event::{CacheMapSize, Event, MemoryMessage};
+
+/// How long a machine that stops waits for the map of its last guest's page cache.
+const KEEP_PATIENCE: Duration = Duration::from_secs(15);
 
 /// The kept memory of dead guests, and its budget.
 pub struct WarmReboot {
@@ -33,8 +36,8 @@ pub struct WarmReboot {
     pub monitor: MemoryMonitor,
     /// What the next guest is told of the last one's page cache. None: nothing.
     cache_map: Option<Arc<CacheMapFile>>,
-    /// Keeps the last guest's map, while the machine stops.
-    keeping: Option<JoinHandle<MemoryMessage>>,
+    /// The reading of the last guest's map, while the machine stops.
+    keeping: Option<Reading>,
 }
 
 impl WarmReboot {
@@ -92,26 +95,40 @@ impl WarmReboot {
         self.clear_boot_set();
     }
 
-    /// Tells the next guest that a map of this guest's page cache is being made. Call it before the boot set's blocks are removed
-    /// from its ledger.
-    pub fn begin_cache_map(&self, dead: &Incarnation) {
+    /// Tells the next guest that a map of this guest's page cache is being made. Call it before the guest is banked. `registers`: as
+    /// QEMU has told them, if it has.
+    pub fn begin_cache_map(&self, dead: &Incarnation, registers: Option<Vec<u8>>) {
         if let Some(file) = &self.cache_map {
-            file.begin(self.sources.in_boot_set(dead));
+            file.begin(Awaited::new(dead, &self.sources, registers));
         }
     }
 
-    /// Begins to keep the map of the machine's last guest for its next start.
-    pub fn begin_keeping_cache_map(&mut self, dead: &Incarnation) {
-        let file = self.cache_map.clone();
-        self.keeping = file.and_then(|file| cache_map::begin_keeping(file, dead, self.sources.in_boot_set(dead)));
+    /// Begins to keep the map of the machine's last guest for its next start. Call it before the guest is banked.
+    pub fn begin_keeping_cache_map(&mut self, dead: &Incarnation, registers: Option<Vec<u8>>) {
+        let Some(file) = self.cache_map.clone() else { return };
+        let awaited = Awaited::new(dead, &self.sources, registers);
+        self.keeping = Reading::begin_keeping(file, dead, awaited, self.ember.clone());
     }
 
-    /// Waits until that is done.
+    /// Waits until that is done, but not for long.
     pub fn end_keeping_cache_map(&mut self, context: &Context, recovery: &mut LastRecovery) {
-        match self.keeping.take().map(JoinHandle::join) {
-            Some(Ok(message)) => self.handle_memory(context, recovery, message),
-            Some(Err(_)) => tracing::error!("the thread that keeps the cache map panicked"),
-            None => {}
+        let ended = self.keeping.take().and_then(|reading| reading.end_within(KEEP_PATIENCE, "the machine stops"));
+        if let Some(message) = ended {
+            self.handle_memory(context, recovery, message);
+        }
+    }
+
+    /// The guest runs, so the map that was kept for this start is of no more use.
+    pub fn forget_kept_cache_map(&self) {
+        if let Some(file) = &self.cache_map {
+            file.forget_kept();
+        }
+    }
+
+    /// There was no guest to take over, so an earlier keeper's map is not of pages in memory.
+    pub fn begin_without_memory(&self) {
+        if let Some(file) = &self.cache_map {
+            file.memory_is_gone();
         }
     }
 

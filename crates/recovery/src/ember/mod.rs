@@ -46,7 +46,34 @@ pub struct Ember {
     /// Oldest incarnation first. No block is in two of them: a block that the guest reads moves, one that it writes is
     /// forgotten.
     sources: Mutex<Vec<Source>>,
+    /// Incarnations of which nothing is released that is not named in the ledger (`Spared`).
+    spared: Mutex<Vec<u32>>,
     counters: Counters,
+}
+
+/// While this lives, what only a dump or nobody claims of a dead incarnation is not released, because its kernel's own memory is
+/// being read. It may be made before the incarnation is banked.
+#[must_use = "dropping it ends it"]
+pub struct Spared {
+    ember: Arc<Ember>,
+    incarnation: u32,
+}
+
+impl Spared {
+    /// Spares this incarnation.
+    pub fn new(ember: &Arc<Ember>, incarnation: u32) -> Self {
+        lock(&ember.spared).push(incarnation);
+        Self { ember: ember.clone(), incarnation }
+    }
+}
+
+impl Drop for Spared {
+    fn drop(&mut self) {
+        let mut spared = lock(&self.ember.spared);
+        if let Some(at) = spared.iter().position(|incarnation| *incarnation == self.incarnation) {
+            spared.swap_remove(at);
+        }
+    }
 }
 
 #[derive(Default)]
@@ -91,7 +118,13 @@ pub enum EmberError {
 impl Ember {
     /// An empty ember in the memory folder `folder`. `tagger` has the key of the ledgers' tags.
     pub fn new(folder: &Path, tagger: Tagger) -> Self {
-        Self { folder: folder.to_owned(), tagger, sources: Mutex::default(), counters: Counters::default() }
+        Self {
+            folder: folder.to_owned(),
+            tagger,
+            sources: Mutex::default(),
+            spared: Mutex::default(),
+            counters: Counters::default(),
+        }
     }
 
     /// Takes over a dead incarnation. Nothing may run in its RAM, and no I/O to it may be in flight. Returns quickly:
@@ -153,7 +186,7 @@ impl Ember {
     }
 
     /// Releases pages that neither the ledger nor a dump claims, and decides the order of trimming. Runs beside the
-    /// guest's boot. Returns the bytes released.
+    /// guest's boot. Leaves out what is spared. Returns the bytes released.
     pub fn settle(&self) -> Result<u64, MemoryError> {
         let mut released_bytes = 0;
         while let Some((ram, ledger, hold)) = self.unsettled() {
@@ -166,21 +199,28 @@ impl Ember {
         Ok(released_bytes)
     }
 
-    /// RAM and ledger of the youngest dead incarnation, if it is not settled: only until then is its kernel's own memory there.
-    pub fn youngest_unsettled(&self) -> Option<(Arc<RamFile>, Arc<Mutex<Ledger>>)> {
+    /// RAM and ledger of a dead incarnation, if it is not settled: only until then is its kernel's own memory there.
+    pub fn unsettled_memory(&self, incarnation: u32) -> Option<(Arc<RamFile>, Arc<Mutex<Ledger>>)> {
         let sources = lock(&self.sources);
-        let youngest = sources.iter().rev().find(|source| !source.is_settled())?;
-        Some((youngest.ram.clone(), youngest.ledger.clone()))
+        let source = sources.iter().find(|source| source.incarnation == incarnation && !source.is_settled())?;
+        Some((source.ram.clone(), source.ledger.clone()))
     }
 
     fn unsettled(&self) -> Option<Claims> {
         let sources = lock(&self.sources);
-        sources.iter().find(|source| !source.is_settled()).map(Source::claims)
+        sources.iter().find(|source| !source.is_settled() && !self.is_spared(source.incarnation)).map(Source::claims)
     }
 
-    /// Releases those of the pages that nobody claims any more, after the hold on an incarnation has shrunk. Returns
-    /// the bytes released.
+    fn is_spared(&self, incarnation: u32) -> bool {
+        lock(&self.spared).contains(&incarnation)
+    }
+
+    /// Releases those of the pages that nobody claims any more, after the hold on an incarnation has shrunk; nothing while it is
+    /// spared. Returns the bytes released.
     pub fn let_go(&self, incarnation: u32, pages: Range<u64>) -> Result<u64, MemoryError> {
+        if self.is_spared(incarnation) {
+            return Ok(0);
+        }
         let claims = lock(&self.sources).iter().find(|source| source.incarnation == incarnation).map(Source::claims);
         let Some((ram, ledger, hold)) = claims else { return Ok(0) };
         let end = pages.end.min(ram.pages());

@@ -274,8 +274,23 @@ fn memory_without_blocks_stays_until_it_is_settled() {
     let ember = folder.ember();
     ember.bank(folder.dead(1, 0..0)).unwrap();
     ember.sweep().unwrap();
-    assert!(ember.youngest_unsettled().is_some(), "its kernel's own memory can be read");
+    assert!(ember.unsettled_memory(1).is_some(), "its kernel's own memory can be read");
     ember.settle().unwrap();
     ember.sweep().unwrap();
     assert!(ember.incarnations().is_empty());
+}
+
+#[test]
+fn what_is_spared_is_released_afterwards() {
+    let folder = Folder::new();
+    let (ember, hold) = banked_held(&folder);
+    let ember = Arc::new(ember);
+    let [one, another] = [1, 1].map(|number| Spared::new(&ember, number));
+    hold.end();
+    assert_eq!((ember.let_go(1, 0..64).unwrap(), ember.settle().unwrap()), (0, 0));
+    drop(one);
+    assert_eq!(ember.settle().unwrap(), 0);
+    drop(another);
+    assert_eq!(ember.settle().unwrap(), u64::from(PAGES) / 2 * PAGE_BYTES);
+    assert_eq!(resident_pages(&ember), [Range { start: 0, end: u64::from(PAGES) / 2 }]);
 }

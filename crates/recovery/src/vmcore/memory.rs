@@ -13,6 +13,11 @@ pub trait PhysicalMemory {
     /// Page frames that are RAM: in ascending order, without overlap, none empty. A dump may lack some of these pages.
     fn ranges(&self) -> &[Range<u64>];
 
+    /// Whether reading was given up. Then a loop over all memory may end, and what it has found does not count.
+    fn is_given_up(&self) -> bool {
+        false
+    }
+
     /// One past the last page frame.
     fn end_pfn(&self) -> u64 {
         self.ranges().last().map_or(0, |range| range.end)

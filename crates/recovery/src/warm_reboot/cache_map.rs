@@ -20,17 +20,17 @@ use std::cmp::Reverse;
 use std::collections::HashMap;
 use std::fmt::Write;
 use std::ops::Range;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 
 use hearth_disk::block::RamPage;
 use hearth_disk::ledger::{Entry, Ledger};
-use hearth_memory::{Layout, PAGE_BYTES, RamFile};
+use hearth_memory::{GuestPhysicalAddress, Layout, PAGE_BYTES, RamFile};
 
 use crate::incarnation::lock;
-use crate::vmcore::DeadRam;
 use crate::vmcore::linux::page_cache::{CachedRun, FileKind, FileSystem, PageCache};
 use crate::vmcore::linux::{Linux, NotUnderstood};
 use crate::vmcore::memory::address_of_pfn;
+use crate::vmcore::{DeadRam, PhysicalMemory, Unreadable};
 
 /// Pages that are read ahead together, and in one line: 1 MiB.
 const CHUNK_PAGES: u64 = 256;
@@ -94,13 +94,65 @@ struct Chunk<'a> {
     pieces: &'a [Piece],
 }
 
+/// Ends the reading of a map early, from any thread.
+#[derive(Debug, Default)]
+pub struct GiveUp(OnceLock<&'static str>);
+
+impl GiveUp {
+    /// Has the reading end. `why`: what its error says; the first one counts.
+    pub fn because(&self, why: &'static str) {
+        // Fails if it was given up already.
+        let _ = self.0.set(why);
+    }
+}
+
+/// Why there is no map.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "each variant's message describes it")]
+pub enum CacheMapError {
+    #[error(transparent)]
+    NotUnderstood(#[from] NotUnderstood),
+    #[error("reading it was given up: {0}")]
+    GivenUp(&'static str),
+}
+
+/// Dead memory that cannot be read any more once that is given up.
+struct Abandonable<'a> {
+    dead: DeadRam,
+    give_up: &'a GiveUp,
+}
+
+impl PhysicalMemory for Abandonable<'_> {
+    fn read(&self, address: GuestPhysicalAddress, into: &mut [u8]) -> Result<(), Unreadable> {
+        if self.is_given_up() { Err(Unreadable::at(address.0)) } else { self.dead.read(address, into) }
+    }
+
+    fn ranges(&self) -> &[Range<u64>] {
+        self.dead.ranges()
+    }
+
+    fn is_given_up(&self) -> bool {
+        self.give_up.0.get().is_some()
+    }
+}
+
 impl CacheMap {
-    /// Reads the map of the guest whose memory and blocks these are. Its text has at most `limit_bytes`.
-    pub fn read(ram: Arc<RamFile>, blocks: &Blocks<'_>, limit_bytes: usize) -> Result<Self, NotUnderstood> {
+    /// Reads the map of the guest whose memory and blocks these are. `notes`: ELF notes with its registers; may be empty. The map's
+    /// text has at most `limit_bytes`.
+    pub fn read(
+        ram: Arc<RamFile>,
+        notes: &[u8],
+        blocks: &Blocks<'_>,
+        limit_bytes: usize,
+        give_up: &GiveUp,
+    ) -> Result<Self, CacheMapError> {
         let layout = Layout::q35(ram.pages() * PAGE_BYTES);
-        let dead = DeadRam::new(ram, layout);
-        let cache = Linux::find(&dead, &[])?.page_cache()?;
-        Ok(Self::new(&cache, layout, blocks, limit_bytes))
+        let memory = Abandonable { dead: DeadRam::new(ram, layout), give_up };
+        let cache = Linux::find(&memory, notes).and_then(|linux| linux.page_cache());
+        match give_up.0.get() {
+            Some(why) => Err(CacheMapError::GivenUp(why)),
+            None => Ok(Self::new(&cache?, layout, blocks, limit_bytes)),
+        }
     }
 
     /// Lists the pages of `cache` whose disk block is in `blocks`. `layout`: of the dead guest's memory. The least used pages are left
@@ -111,11 +163,9 @@ impl CacheMap {
         let pages: u64 = cache.runs.iter().map(|run| u64::from(run.pages)).sum();
         let pieces_max = PIECES_MIN + cache.runs.len() + (pages / PAGES_PER_PIECE) as usize;
         for run in &cache.runs {
-            if pieces.len() < pieces_max
-                && let Some(target) = targets[run.file as usize]
-            {
+            if let Some(target) = targets[run.file as usize] {
                 let heat = if target.is_device { METADATA_HEAT } else { run.heat };
-                add_pieces(&mut pieces, CachedRun { heat, ..*run }, layout, blocks);
+                add_pieces(&mut pieces, pieces_max, CachedRun { heat, ..*run }, layout, blocks);
             }
         }
         pieces.sort_unstable_by_key(|piece| (piece.file, piece.index));
@@ -166,9 +216,13 @@ fn target(cache: &PageCache, file: usize) -> Option<Target> {
     has_uuid.then_some(Target { file_system, is_device })
 }
 
-fn add_pieces(pieces: &mut Vec<Piece>, run: CachedRun, layout: Layout, blocks: &Blocks<'_>) {
+/// Adds the pieces of a run, as long as there are not more than `pieces_max` in all.
+fn add_pieces(pieces: &mut Vec<Piece>, pieces_max: usize, run: CachedRun, layout: Layout, blocks: &Blocks<'_>) {
     let all = run.pfn..run.pfn + u64::from(run.pages);
     for first in all.clone().step_by(LOOKED_UP_PER_HOLD) {
+        if pieces.len() >= pieces_max {
+            return;
+        }
         blocks.of(first..all.end.min(first + LOOKED_UP_PER_HOLD as u64), layout, |pfn, entry| {
             // The kernel's index is not checked, and may be any number.
             let index = run.index.checked_add(pfn - run.pfn).filter(|index| *index < FILE_PAGES_MAX);

@@ -35,6 +35,11 @@ use super::level::DumpLevel;
 use super::memory::PhysicalMemory;
 use super::notes::{Notes, PageTables};
 
+/// Pages looked at that begin like a VMCOREINFO, and kernels compared. A guest that goes on by kexec, or runs guests of its own, has
+/// a few; a hostile one can fill its memory with them.
+const CANDIDATES_MAX: usize = 4096;
+const KERNELS_MAX: usize = 16;
+
 /// Why the pages of a memory cannot be classified.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[allow(missing_docs, reason = "each variant's message describes it")]
@@ -82,7 +87,12 @@ impl<'m, M: PhysicalMemory> Linux<'m, M> {
             }
             others.push(linux);
         }
-        for found in Vmcoreinfo::in_memory(memory) {
+        // Without registers, a second kernel decides that none counts.
+        let kernels_max = if cpus.is_empty() { 2 } else { KERNELS_MAX };
+        for found in Vmcoreinfo::in_memory(memory).take(CANDIDATES_MAX) {
+            if others.len() >= kernels_max {
+                break;
+            }
             let known = others.iter().any(|other| other.vmcoreinfo == found);
             let Some(linux) = (!known).then(|| Self::checked(memory, found)).flatten() else { continue };
             if linux.is_run_by(&cpus) {

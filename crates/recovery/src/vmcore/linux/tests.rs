@@ -1,11 +1,12 @@
 //! Tests with a made-up Linux, healthy and damaged in many ways.
 
+use hearth_memory::PAGE_BYTES;
 use proptest::prelude::*;
 
 use super::super::memory::PhysicalMemory;
 use super::super::{Bitmap, DumpLevel};
 use super::synthetic::*;
-use super::{ClassCounts, Classification, Linux, NotUnderstood, Vmcoreinfo};
+use super::{ClassCounts, Classification, KERNELS_MAX, Linux, NotUnderstood, Vmcoreinfo};
 
 const LRU: u64 = 1 << 4;
 const SLAB_6_1: u64 = 1 << 9;
@@ -290,6 +291,24 @@ fn without_proof_no_kernel_is_believed() {
     // There are no registers at all, as after a QEMU that was killed.
     let refused = Linux::find(&linux.ram, &[]).map(drop);
     assert_eq!(refused, Err(NotUnderstood::Ambiguous { releases: both }));
+}
+
+/// A guest fills its memory with notes that differ and all name the kernel that runs.
+#[test]
+fn number_of_kernels_that_are_compared_is_bounded() {
+    let mut linux = Synthetic::new(Kind::Linux6_1);
+    let text = String::from_utf8(linux.vmcoreinfo.text().to_vec()).unwrap();
+    for page in 0x300..PAGES {
+        linux.ram.write(page * PAGE_BYTES, &note(format!("{text}NUMBER(page)={page}\n").as_bytes()));
+    }
+    let kernels = |notes: &[u8]| match Linux::find(&linux.ram, notes).map(drop) {
+        Err(NotUnderstood::Ambiguous { releases } | NotUnderstood::NotRunning { releases }) => {
+            releases.split(", ").count()
+        }
+        other => panic!("{other:?}"),
+    };
+    assert_eq!(kernels(&[]), 2);
+    assert_eq!(kernels(&cpu_note(0x30_0000)), KERNELS_MAX);
 }
 
 #[test]

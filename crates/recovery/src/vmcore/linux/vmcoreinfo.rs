@@ -68,7 +68,8 @@ impl Vmcoreinfo {
             let pages = chunk.chunks_exact(PAGE_BYTES as usize).zip(pfns);
             pages.filter(|(page, _)| starts_note(page)).map(|(_, pfn)| pfn).collect::<Vec<_>>()
         };
-        memory.ranges().iter().flat_map(starts).flat_map(notes_in).filter_map(|pfn| note_at(memory, pfn))
+        let chunks = memory.ranges().iter().flat_map(starts).take_while(|_| !memory.is_given_up());
+        chunks.flat_map(notes_in).filter_map(|pfn| note_at(memory, pfn))
     }
 
     /// The text as the kernel wrote it, for the note of a dump.

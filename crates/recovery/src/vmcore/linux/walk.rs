@@ -34,6 +34,9 @@ pub fn walk<M: PhysicalMemory>(
 ) -> Result<(), NotUnderstood> {
     let mut block = Block::new(descriptor_bytes);
     for section in sections(space, vmcoreinfo, memory.end_pfn())? {
+        if memory.is_given_up() {
+            break;
+        }
         for ram in memory.ranges() {
             walk_section(space, &section, intersection(ram, &section.pfns), &mut block, visitor);
         }
