@@ -36,9 +36,9 @@ pub enum FleetLockError {
     Id,
     #[error("FleetLock server {url} refused: {value} ({kind})")]
     Refused { url: String, kind: String, value: String },
-    #[error("{url} is not a FleetLock server: it answers with HTTP status {status}")]
+    #[error("{url} is not a FleetLock server: it answers with HTTP status {status}; check --fleet-lock")]
     NotUnderstood { url: String, status: u16 },
-    #[error("cannot reach FleetLock server {url}: {why}")]
+    #[error("cannot reach FleetLock server {url}: {why}; check --fleet-lock")]
     Unreachable { url: String, why: String },
 }
 

@@ -24,7 +24,9 @@ pub enum RecordError {
     None { path: PathBuf },
     #[error("cannot understand {path}; move it away, and start the machines as after any boot")]
     Malformed { path: PathBuf, source: serde_json::Error },
-    #[error("{path} has format version {found}, but this Hearth reads only version {VERSION}")]
+    #[error(
+        "{path} has format version {found}, but this Hearth reads only version {VERSION}; use the Hearth that wrote it"
+    )]
     Version { path: PathBuf, found: u32 },
 }
 

@@ -280,7 +280,7 @@ pub struct FootprintNote {
 pub enum JournalError {
     #[error("journal {path}: cannot be read or written")]
     Io { path: PathBuf, source: io::Error },
-    #[error("journal {path}: not understood; move it away to start the machine afresh")]
+    #[error("journal {path}: cannot be parsed; stop the machine's QEMU if it still runs, then move the file away")]
     Malformed { path: PathBuf, source: serde_json::Error },
     #[error(
         "journal {path}: has version {found}, but this keeper knows only {JOURNAL_VERSION}; use the keeper that wrote it"
@@ -574,6 +574,6 @@ mod tests {
                 .ends_with("version 9, but this keeper knows only 1; use the keeper that wrote it")
         );
         fs::write(&path, r#"{"version": 1, "machine": "w"#).unwrap();
-        assert!(Journal::load(&path).unwrap_err().to_string().contains("not understood"));
+        assert!(Journal::load(&path).unwrap_err().to_string().contains("cannot be parsed"));
     }
 }

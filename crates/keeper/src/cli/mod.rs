@@ -100,6 +100,7 @@ Exit codes:
   1  the operation failed
   2  wrong command line or configuration file: correct it
   3  the machine is not running
+  70 a thread of the keeper panicked or hung: its log says which
   75 the machine cannot run now (an image in use, a missing file, too little memory): try again";
 
 const EXAMPLES: &str = "\
@@ -108,7 +109,7 @@ Examples:
   hearth run web.toml              start the machine; stays in the foreground
   hearth status web                show the machine's state and how its ember was used
   hearth console web               connect to its serial console; Ctrl-] disconnects
-  hearth reboot web                reboot, keeping the old guest's file cache
+  hearth reboot web                reboot; the old guest's cached blocks stay in memory
   hearth rejuvenate web            replace QEMU under the running guest
   hearth save web -o web-1         save the machine to a folder
   hearth restore web-1 --as web2   create a new machine from that folder
@@ -168,7 +169,7 @@ enum Verb {
     Console(NameArgument),
     /// Reboot the guest into a new incarnation.
     ///
-    /// The guest is asked to shut down and has a minute to do so.
+    /// The guest is asked to shut down. After a minute its power is cut.
     #[command(after_help = "Example: hearth reboot web --cold --force")]
     Reboot {
         #[command(flatten)]
@@ -184,7 +185,7 @@ enum Verb {
     },
     /// Power a machine off and end its keeper.
     ///
-    /// The guest is asked to shut down and has a minute to do so.
+    /// The guest is asked to shut down. After a minute its power is cut.
     Stop {
         #[command(flatten)]
         machine: NameArgument,
@@ -217,8 +218,9 @@ enum Verb {
     Dump(dump::DumpArguments),
     /// Replace a machine's QEMU under its running guest.
     ///
-    /// The guest pauses for some milliseconds; its memory, disks, console and connections stay. If anything fails
-    /// before the new QEMU has the guest, the guest continues on the old one, and the command prints the reason.
+    /// The guest pauses for some milliseconds; its memory, disks and console stay, and so do connections over tap and
+    /// passt; those of `kind = "user"` are lost. If anything fails before the new QEMU has the guest, the guest
+    /// continues on the old one, and the command prints the reason.
     #[command(after_help = "Examples: hearth rejuvenate web --qemu /opt/qemu-10/bin/qemu-system-x86_64
           hearth rejuvenate --all --parallel 4 --stagger 10s
           hearth rejuvenate --plan --boot 20s")]
@@ -414,7 +416,10 @@ pub enum CliError {
          restore with --trust-config if you trust whoever made the snapshot"
     )]
     Untrusted { file: PathBuf, what: String },
-    #[error("{file} names other disks than the snapshot holds ({configured}; {saved}): it was changed after the save")]
+    #[error(
+        "{file} names other disks than the snapshot holds ({configured}; {saved}): it was changed after the save; put the \
+         snapshot's own file back"
+    )]
     OtherDisks { file: PathBuf, configured: String, saved: String },
     #[error(transparent)]
     Folder(#[from] FolderError),

@@ -116,7 +116,9 @@ pub fn describe(event: &EventKind) -> String {
             "restored guest runs after {}, {pages_prefetched} of {pages} pages loaded",
             milliseconds(*duration_ms)
         ),
-        EventKind::RestoreWaits { why } => format!("cannot load a part of the snapshot, accesses to it wait: {why}"),
+        EventKind::RestoreWaits { why } => {
+            format!("cannot load a part of the snapshot, accesses wait until it can be read: {why}")
+        }
         EventKind::RestoreComplete { pages, pages_prefetched, pages_lazy, duration_ms } => format!(
             "all memory loaded after {}, {pages} pages: {pages_prefetched} prefetched, {pages_lazy} on fault",
             milliseconds(*duration_ms)
@@ -168,7 +170,10 @@ pub fn describe(event: &EventKind) -> String {
             format!("over budget: {} used, {} allowed", bytes(*used_bytes), bytes(*budget_bytes))
         }
         EventKind::GuestWaits { threads } => {
-            format!("the guest is stuck: {threads} QEMU threads wait for memory, and none becomes free")
+            format!(
+                "the guest is stuck: {threads} QEMU threads wait for memory, and none becomes free; end the dump, if \
+                 one is being written"
+            )
         }
         EventKind::Error { message } => format!("error: {message}"),
         EventKind::Gap { missed } => format!("{missed} events were dropped or are no longer kept"),

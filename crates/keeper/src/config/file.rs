@@ -205,8 +205,8 @@ fields! {
              `AWS_SESSION_TOKEN`, `AWS_REGION`, `AWS_ENDPOINT_URL` for a store of another provider, \
              `AWS_ALLOW_HTTP=true` for one without TLS. For Google and Azure see object-store.md.";
         folder: String = Host, AtTakeOver, Path, "`/var/cache/hearth/objects`", r#""/srv/cache/hearth""#,
-            "Cache folder for store data, on a disk; several machines may share it. A save is staged there completely \
-             before it is uploaded. Default without root: `$XDG_CACHE_HOME/hearth/objects`.";
+            "Cache folder for store data, on a disk; several machines may share it. A save is staged there \
+             while it is uploaded. Default without root: `$XDG_CACHE_HOME/hearth/objects`.";
         cache_size: String = Host, AtTakeOver, Size, "`8GiB`", r#""50GiB""#,
             "Maximum size of the cache, at least 64MiB. The least recently used data is dropped first. A snapshot that \
              fits is fetched only once.";

@@ -110,7 +110,7 @@ enum Lost {
     Incarnation(#[from] IncarnationError),
     #[error(transparent)]
     Memory(#[from] MemoryError),
-    #[error("QEMU's last message: {}", .last_words.as_deref().unwrap_or("(none)"))]
+    #[error("QEMU did not take the guest's state back; its last message: {}", .last_words.as_deref().unwrap_or("(none)"))]
     State { last_words: Option<String>, source: StateError },
     #[error(transparent)]
     Run(#[from] LaunchError),

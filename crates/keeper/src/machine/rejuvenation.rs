@@ -129,7 +129,7 @@ enum Failure {
     Networks(String),
     #[error("cannot start the new QEMU")]
     Launch(#[from] LaunchError),
-    #[error("QEMU's last message: {last_words}")]
+    #[error("the new QEMU failed; its last message: {last_words}")]
     Hop { last_words: String, source: RejuvenationError },
     #[error("cannot take over unanswered requests to disk {disk}: {why}")]
     Unanswered { disk: String, why: String },

@@ -15,7 +15,8 @@ use crate::upgrade::Successor;
 const WHAT: &str = "upgrade the keeper";
 
 fn not_replaced(why: &str) -> ApiError {
-    ApiError::new(ErrorWord::Failed, format!("the keeper was not replaced: {why}")).hint("nothing was changed")
+    ApiError::new(ErrorWord::Failed, format!("the keeper was not replaced: {why}"))
+        .hint("correct this and try again; the keeper and its guest go on as before")
 }
 
 impl Machine {

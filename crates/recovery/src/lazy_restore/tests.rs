@@ -384,7 +384,7 @@ fn guest_without_space_waits_until_there_is_some() {
     served(&lazy, || {
         assert!(!lazy.fill(|_, _| 0).unwrap(), "there is room for 64 pages, and 80 are stored");
         let waiting = lazy.stuck();
-        assert!(waiting[0].contains("has no room for what the guest misses; enlarge"), "{waiting:?}");
+        assert!(waiting[0].contains("has no space for the guest's missing memory; enlarge"), "{waiting:?}");
         let seen = std::thread::scope(|scope| {
             let guest = scope.spawn(|| stand.touch(89));
             let disk = scope.spawn(|| lazy.bring(88 * PAGE_BYTES..89 * PAGE_BYTES));
@@ -417,6 +417,6 @@ fn space_for_the_touched_page_is_enough() {
             std::thread::yield_now();
         }
         assert_eq!(lazy.counts(), counts(4, 45, 31));
-        assert!(lazy.stuck()[0].contains("has no room for what the guest misses"), "{:?}", lazy.stuck());
+        assert!(lazy.stuck()[0].contains("has no space for the guest's missing memory"), "{:?}", lazy.stuck());
     });
 }

@@ -48,7 +48,7 @@ pub enum SaveError {
     Access(#[from] AccessError),
     #[error("disk image {path}: its copy failed")]
     Image { path: PathBuf, source: std::io::Error },
-    #[error("the guest's file systems are not frozen; see to its agent (qemu-guest-agent), or save without `--freeze`")]
+    #[error("the guest's file systems are not frozen; start qemu-guest-agent in the guest, or save without `--freeze`")]
     Freeze(#[source] AgentError),
     #[error("the thread for the upload cannot be started")]
     Thread(#[source] std::io::Error),

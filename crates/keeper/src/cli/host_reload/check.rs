@@ -137,7 +137,9 @@ fn kexec_problem() -> Option<String> {
         Ok(_) => Some(
             "no kernel is loaded for kexec; load one with `kexec -l KERNEL --initrd=INITRD --reuse-cmdline`".into(),
         ),
-        Err(error) => Some(format!("this kernel does not support kexec: {KEXEC_LOADED}: {error}")),
+        Err(error) => {
+            Some(format!("this kernel does not support kexec ({KEXEC_LOADED}: {error}); boot one with CONFIG_KEXEC"))
+        }
     }
 }
 

@@ -13,7 +13,10 @@ use super::super::generation::LaunchError;
 pub enum RestoreFailure {
     #[error(transparent)]
     Snapshot(#[from] SnapshotError),
-    #[error("snapshot {snapshot} has {saved} bytes of memory, but the machine has {configured}")]
+    #[error(
+        "snapshot {snapshot} has {saved} bytes of memory, but the machine has {configured}; set `memory` to the \
+         snapshot's size"
+    )]
     Memory { snapshot: PathBuf, saved: u64, configured: u64 },
     #[error(
         "{snapshot} is not the snapshot that this machine is being restored from; put that one back, then run the \
@@ -30,7 +33,7 @@ pub enum RestoreFailure {
     Userfault { why: String },
     #[error("cannot read guest memory that QEMU needs: {what}; repair the snapshot and run it again")]
     Damaged { what: String, source: Option<Box<RestoreFailure>> },
-    #[error("QEMU's last message: {}", .last_words.as_deref().unwrap_or("(none)"))]
+    #[error("QEMU did not load the guest's state; its last message: {}", .last_words.as_deref().unwrap_or("(none)"))]
     State { last_words: Option<String>, source: StateError },
     #[error(transparent)]
     Disk(#[from] ServerError),

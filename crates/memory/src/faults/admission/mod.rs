@@ -103,7 +103,7 @@ pub enum AdmissionError {
     )]
     HugePages { path: PathBuf, page_bytes: u64 },
     #[error(
-        "{path}: has no room for what the guest misses; enlarge its file system (for tmpfs: mount -o remount,size=...) or \
+        "{path}: has no space for the guest's missing memory; enlarge its file system (for tmpfs: mount -o remount,size=...) or \
          raise the memory limit of its QEMU"
     )]
     NoRoom { path: PathBuf },
