@@ -160,7 +160,7 @@ impl Claim {
         let mut released_bytes = 0;
         for run in file_pages(&self.layout, pfns) {
             self.hold.let_go(run.clone());
-            released_bytes += self.ember.let_go(self.incarnation, run)?;
+            released_bytes += self.ember.let_go_written(self.incarnation, run)?;
         }
         Ok(released_bytes)
     }
@@ -168,7 +168,7 @@ impl Claim {
     /// Gives up everything, dumped or not. Returns the bytes that come free.
     pub fn end(&self) -> Result<u64, MemoryError> {
         self.hold.end();
-        let released_bytes = self.ember.let_go(self.incarnation, 0..self.ram_pages)?;
+        let released_bytes = self.ember.let_go_written(self.incarnation, 0..self.ram_pages)?;
         // Removes its files too, unless they still are ember.
         self.ember.sweep()?;
         Ok(released_bytes)

@@ -6,7 +6,7 @@ use hearth_api::EventKind;
 use hearth_vmtest::{Disk, Drives, Result, TestVm, TestVmBuilder, event, patience};
 use toml::Table;
 
-use crate::shelf::{CHANGED, Reads, SHELF, change, hog, mount, names, verify};
+use crate::shelf::{CHANGED, Reads, SHELF, Shelf, change, hog, mount, names, verify};
 
 fn machine(name: &str) -> TestVmBuilder {
     with_refill(TestVm::busybox(name)).disk(SHELF.ext4())
@@ -66,6 +66,28 @@ fn is_refilled_after(builder: TestVmBuilder, end: fn(&TestVm) -> Result<()>) -> 
 #[test]
 fn files_of_ext4_are_cached_after_a_panic() -> Result<()> {
     is_refilled_after(machine("ext4"), Drives::panic)
+}
+
+/// The memory of the dead guest was full, so the next one waits for the dump to release some, while the map is read.
+#[test]
+fn map_of_a_full_guest_is_read_beside_its_dump() -> Result<()> {
+    const FULL: Shelf = Shelf { files: 320 };
+    let vm = with_refill(TestVm::busybox("dumped")).disk(FULL.ext4()).dumps().boot()?;
+    FULL.verify(&vm)?;
+    let known = vm.status()?.ledger_pages;
+    vm.panic()?;
+    vm.wait_incarnation(2)?;
+    let of = |event: &EventKind| match event {
+        EventKind::CacheMapRead { pages, .. } => Some(Ok(*pages)),
+        EventKind::CacheMapMissing { why } => Some(Err(why.clone())),
+        _ => None,
+    };
+    let listed = vm.wait_event("the cache map", |record| of(&record.event))?;
+    assert!(listed.as_ref().is_ok_and(|pages| *pages > known / 2), "{listed:?} of {known} pages");
+    mount(&vm, "rw")?;
+    println!("{}", vm.sh("hearth-refill")?);
+    vm.wait_event("the dump", event!(DumpComplete))?;
+    FULL.verify(&vm)
 }
 
 #[test]

@@ -464,7 +464,7 @@ mod tests {
         let awaited = machine.awaited(&dead);
         ember.bank_held(dead.clone(), hold.clone()).unwrap();
         hold.let_go(0..u64::MAX);
-        assert_eq!(ember.let_go(1, 0..u64::MAX).unwrap(), 0);
+        assert_eq!(ember.let_go_written(1, 0..u64::MAX).unwrap(), 0);
         let reading = Reading::begin_keeping(file, &dead, awaited, ember).unwrap();
         reading.end().unwrap();
         assert_eq!(dead.ram.residency_bytes().unwrap(), PAGE_BYTES, "the disk's page");

@@ -259,8 +259,12 @@ impl<'a> Round<'a> {
         let trimmed = if to_trim > 0 { self.shared.ember.trim(to_trim)? } else { 0 };
         self.trimmed_bytes += trimmed;
         let guest_waits = self.review_admission();
-        if let Some(reading) = self.reading.as_ref().filter(|_| trimmed < to_trim || guest_waits) {
-            reading.give_up("the next guest needs the memory");
+        if let Some(reading) = &self.reading {
+            // What a dump holds would not be released either.
+            let is_spared_alone = self.shared.ember.wants_spared() || !self.shared.ember.is_held();
+            if is_spared_alone && (trimmed < to_trim || guest_waits) {
+                reading.give_up("the next guest needs the memory");
+            }
         }
         self.warn_if_over(usage);
         self.report_ember(usage.ember_bytes == 0);

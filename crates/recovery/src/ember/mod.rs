@@ -15,7 +15,7 @@
 use std::fs;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex};
 
 use hearth_disk::block::{BLOCK_BYTES, DiskId};
@@ -46,13 +46,15 @@ pub struct Ember {
     /// Oldest incarnation first. No block is in two of them: a block that the guest reads moves, one that it writes is
     /// forgotten.
     sources: Mutex<Vec<Source>>,
-    /// Incarnations of which nothing is released that is not named in the ledger (`Spared`).
+    /// Incarnations whose kernel's own memory is not released (`Spared`).
     spared: Mutex<Vec<u32>>,
+    /// Some of it would have been released.
+    wants_spared: AtomicBool,
     counters: Counters,
 }
 
-/// While this lives, what only a dump or nobody claims of a dead incarnation is not released, because its kernel's own memory is
-/// being read. It may be made before the incarnation is banked.
+/// While this lives, the kernel's own memory of a dead incarnation is not released, because it is being read: nothing is settled, nor
+/// let go when a dump has written it. It may be made before the incarnation is banked.
 #[must_use = "dropping it ends it"]
 pub struct Spared {
     ember: Arc<Ember>,
@@ -73,6 +75,7 @@ impl Drop for Spared {
         if let Some(at) = spared.iter().position(|incarnation| *incarnation == self.incarnation) {
             spared.swap_remove(at);
         }
+        self.ember.wants_spared.store(false, Relaxed);
     }
 }
 
@@ -123,6 +126,7 @@ impl Ember {
             tagger,
             sources: Mutex::default(),
             spared: Mutex::default(),
+            wants_spared: AtomicBool::new(false),
             counters: Counters::default(),
         }
     }
@@ -215,12 +219,23 @@ impl Ember {
         lock(&self.spared).contains(&incarnation)
     }
 
-    /// Releases those of the pages that nobody claims any more, after the hold on an incarnation has shrunk; nothing while it is
-    /// spared. Returns the bytes released.
-    pub fn let_go(&self, incarnation: u32, pages: Range<u64>) -> Result<u64, MemoryError> {
+    /// Whether memory would have been released that is spared.
+    pub fn wants_spared(&self) -> bool {
+        self.wants_spared.load(Relaxed)
+    }
+
+    /// As `let_go`, for pages that a dump has written: its kernel's own memory is among them. Nothing while it is spared.
+    pub fn let_go_written(&self, incarnation: u32, pages: Range<u64>) -> Result<u64, MemoryError> {
         if self.is_spared(incarnation) {
+            self.wants_spared.store(true, Relaxed);
             return Ok(0);
         }
+        self.let_go(incarnation, pages)
+    }
+
+    /// Releases those of the pages that nobody claims any more, after the hold on an incarnation has shrunk. Returns
+    /// the bytes released.
+    pub fn let_go(&self, incarnation: u32, pages: Range<u64>) -> Result<u64, MemoryError> {
         let claims = lock(&self.sources).iter().find(|source| source.incarnation == incarnation).map(Source::claims);
         let Some((ram, ledger, hold)) = claims else { return Ok(0) };
         let end = pages.end.min(ram.pages());
