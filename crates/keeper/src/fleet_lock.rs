@@ -240,7 +240,7 @@ mod tests {
         for (status, body) in [(204, ""), (302, ""), (500, "<html>"), (404, r#"{"error": "no"}"#)] {
             let (url, served) = server(vec![(status, body)]);
             let error = lock(url).acquire(Duration::ZERO).unwrap_err().to_string();
-            assert!(error.ends_with(&format!("it answers with HTTP status {status}")), "{error}");
+            assert!(error.contains(&format!("it answers with HTTP status {status};")), "{error}");
             served.join().unwrap();
         }
         let closed = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();

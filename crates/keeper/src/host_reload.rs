@@ -228,6 +228,6 @@ mod tests {
             assert!(refusal().contains("cannot understand"), "cut at {length}");
         }
         fs::write(&path, r#"{"version": 9}"#).unwrap();
-        assert!(refusal().ends_with("has format version 9, but this Hearth reads only version 1"));
+        assert!(refusal().contains("has format version 9, but this Hearth reads only version 1"));
     }
 }

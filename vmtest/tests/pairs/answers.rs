@@ -140,8 +140,11 @@ fn keeper_answers_during_save_and_paused_dump() {
         bed.hand.arm(None);
         assert_eq!(post(&keeper, path, &body(0)).0, 200);
         keeper.settled(Duration::from_millis(50)).expect("it comes to rest").expect("it goes on");
-        let steps = bed.hand.heard().len();
-        assert!(steps >= 3, "{path}: {:?}", bed.hand.heard());
+        let mut heard = bed.hand.heard();
+        // QEMU is asked for its progress until it has ended: on a busy host more often this time than later.
+        heard.dedup();
+        let steps = heard.len();
+        assert!(steps >= 3, "{path}: {heard:?}");
         for step in 1..=steps {
             bed.hand.arm(Some(step));
             let (api, body) = (keeper.api(), body(step));
