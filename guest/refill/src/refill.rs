@@ -1,4 +1,4 @@
-//! Reads ahead what the map lists, with several threads that take the reads in order.
+//! Reads ahead what the map lists, with some threads that take the reads in order.
 //!
 //! It begins with the file systems that are mounted, before the boot has mounted the others, and reads these as they come. From a
 //! disk that the boot needs as well, one thread reads, and only half of the time.
@@ -24,7 +24,8 @@ use crate::mounts::{Mount, Mounts};
 const PAGE_BYTES: u64 = 4096;
 /// Reads between two looks at the free memory: at most 8 MiB.
 const READS_PER_LOOK: usize = 8;
-/// Threads beyond this only wait for each other in the disk's queue.
+/// Threads beyond this only wait for each other in the disk's queue. Half of the processors are left to the boot and its services: on
+/// two, one thread is not slower than two.
 const THREADS_MAX: usize = 8;
 /// Part of the memory that stays free, in percent; and at least so often what the kernel keeps free (`vm.min_free_kbytes`). With less
 /// it would drop other pages for these.
@@ -97,7 +98,10 @@ impl Report {
     fn add(&mut self, work: Work<'_>) {
         let began = Instant::now();
         let threads = match work.source {
-            Source::Memory => std::thread::available_parallelism().map_or(1, NonZero::get).min(THREADS_MAX),
+            Source::Memory => {
+                let processors = std::thread::available_parallelism().map_or(1, NonZero::get);
+                (processors / 2).clamp(1, THREADS_MAX)
+            }
             Source::Disk => 1,
         };
         std::thread::scope(|scope| {
