@@ -3,7 +3,7 @@
 //! a guest dies -> pending -> the memory monitor has a thread read the map from its memory -> ready, or empty
 //!
 //! The dead kernel's own memory stays meanwhile (`Spared`), and only then is the ember settled. The reading is given up when it takes
-//! too long, when the next guest needs the memory, and when that guest has died too.
+//! too long, when the next guest needs the memory, and when that guest has died too (`reading`).
 //!
 //! It is a read-only file in the memory folder, served after all other disks. Its first block says whether there is a map; the
 //! guest's `hearth-refill` reads it until that is decided. The next guest boots meanwhile.
@@ -11,25 +11,27 @@
 //! When the machine stops, the map of its last guest goes into its state folder. Its next guest has nothing in memory, but reads
 //! from the disk in large requests, and what was used most first.
 
+mod reading;
+#[cfg(test)]
+mod tests;
+
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read, Write};
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard};
-use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
 
 use hearth_disk::ledger::{Entry, Ledger};
 use hearth_memory::{Durability, RamFile, replace_file};
-use hearth_recovery::ember::{Ember, Spared};
+use hearth_recovery::ember::Spared;
 use hearth_recovery::fast_remount::WarmSources;
 use hearth_recovery::incarnation::Incarnation;
 use hearth_recovery::vmcore::Notes;
 use hearth_recovery::warm_reboot::cache_map::{Blocks, CacheMap, GiveUp};
 use rustix::fs::{FallocateFlags, fallocate};
 
-use crate::event::{CacheMapSize, MemoryMessage};
 use crate::folders::CACHE_MAP;
+pub use reading::Reading;
 
 /// Name of the disk, and of its file in the memory folder.
 pub const NAME: &str = CACHE_MAP;
@@ -44,10 +46,6 @@ const FROM_DISK: &str = " disk";
 const FILE_BYTES: u64 = 64 << 20;
 /// A map takes at most 1/1024 of the guest's memory.
 const RAM_BYTES_PER_MAP_BYTE: u64 = 1024;
-/// How long the reading of a map may take: several times what it takes on a busy host (0.3 s a GiB). Meanwhile dead memory stays.
-const PATIENCE: Duration = Duration::from_secs(5);
-const PATIENCE_PER_GIB: Duration = Duration::from_secs(1);
-const END_LOOK_EVERY: Duration = Duration::from_millis(5);
 
 /// The file that the guest reads.
 pub struct CacheMapFile {
@@ -223,251 +221,7 @@ fn written(written: io::Result<()>) {
     }
 }
 
-/// A map that a thread is reading.
-pub struct Reading {
-    thread: JoinHandle<MemoryMessage>,
-    give_up: Arc<GiveUp>,
-    began: Instant,
-    patience: Duration,
-}
-
-impl Reading {
-    /// Begins to read the map that is awaited, and puts it into the file. None: none is awaited, or its guest is not banked yet.
-    pub fn begin(file: &Arc<CacheMapFile>, ember: &Ember) -> Option<Self> {
-        let awaited = file.awaited().clone()?;
-        let (ram, ledger) = ember.unsettled_memory(awaited.incarnation)?;
-        let (of_thread, patience, give_up) = (file.clone(), patience(&ram), awaited.give_up.clone());
-        let begun = Self::start(patience, give_up, move || {
-            let map = of_thread.map_of(ram, &ledger, &awaited);
-            of_thread.finish(&awaited, map)
-        });
-        if begun.is_none() {
-            file.clear();
-        }
-        begun
-    }
-
-    /// Begins to read the map of the machine's last guest, and keeps it for the next start.
-    pub fn begin_keeping(
-        file: Arc<CacheMapFile>,
-        dead: &Incarnation,
-        awaited: Awaited,
-        ember: Arc<Ember>,
-    ) -> Option<Self> {
-        let (number, ram, ledger) = (dead.number, dead.ram.clone(), dead.ledger.clone()?);
-        Self::start(patience(&ram), awaited.give_up.clone(), move || {
-            let map = file.map_of(ram, &ledger, &awaited);
-            // No settling follows at a stop: what a dump has written meanwhile is released now.
-            drop(awaited);
-            if let Err(error) = ember.let_go(number, 0..u64::MAX) {
-                tracing::warn!(%error, "cannot release dead memory");
-            }
-            let map = map?;
-            file.keep(&map).map_err(|error| format!("{} cannot be written: {error}", file.kept.display()))?;
-            Ok(map)
-        })
-    }
-
-    fn start(
-        patience: Duration,
-        give_up: Arc<GiveUp>,
-        read: impl FnOnce() -> Result<CacheMap, String> + Send + 'static,
-    ) -> Option<Self> {
-        let began = Instant::now();
-        let timed = move || {
-            let size =
-                |map: CacheMap| CacheMapSize { pages: map.pages(), files: map.files(), bytes: map.text().len() as u64 };
-            MemoryMessage::CacheMap { read: read().map(size), took: began.elapsed() }
-        };
-        let thread = std::thread::Builder::new().name("cache-map".to_owned()).spawn(timed);
-        let failed = |error| tracing::warn!(%error, "cannot start the thread that reads the cache map");
-        Some(Self { thread: thread.map_err(failed).ok()?, give_up, began, patience })
-    }
-
-    /// Whether it is over. One that takes too long is given up, and soon is.
-    pub fn is_over(&self) -> bool {
-        if self.began.elapsed() > self.patience {
-            self.give_up("it took too long");
-        }
-        self.thread.is_finished()
-    }
-
-    /// Ends it soon, without a map.
-    pub fn give_up(&self, why: &'static str) {
-        self.give_up.because(why);
-    }
-
-    /// Waits until it is over, and returns what became of it.
-    pub fn end(self) -> Option<MemoryMessage> {
-        let ended = self.thread.join();
-        ended.map_err(|_| tracing::error!("the thread that reads the cache map panicked")).ok()
-    }
-
-    /// As `end`, but gives it up if it does not end by itself in this time.
-    pub fn end_within(self, limit: Duration, why: &'static str) -> Option<MemoryMessage> {
-        let until = Instant::now() + limit;
-        while !self.is_over() && Instant::now() < until {
-            std::thread::sleep(END_LOOK_EVERY);
-        }
-        self.give_up(why);
-        self.end()
-    }
-}
-
-fn patience(ram: &RamFile) -> Duration {
-    PATIENCE + PATIENCE_PER_GIB * (ram.bytes() >> 30) as u32
-}
-
 /// Where the file is.
 pub fn path(memory_folder: &Path) -> PathBuf {
     memory_folder.join(NAME)
-}
-
-#[cfg(test)]
-mod tests {
-    use hearth_disk::block::{DiskId, RamPage};
-    use hearth_disk::tag::Tagger;
-    use hearth_memory::PAGE_BYTES;
-
-    use super::*;
-
-    const RAM_BYTES: u64 = 1 << 30;
-
-    struct Machine {
-        folder: tempfile::TempDir,
-        warm: WarmSources,
-    }
-
-    impl Machine {
-        fn new() -> Self {
-            let folder = tempfile::tempdir_in("/dev/shm").unwrap();
-            let ember = Arc::new(Ember::new(folder.path(), Tagger::new(b"a key like noise")));
-            Self { folder, warm: WarmSources { ember, boot_set: None } }
-        }
-
-        fn kept(&self) -> PathBuf {
-            self.folder.path().join("state/web/cache-map")
-        }
-
-        fn open(&self) -> Arc<CacheMapFile> {
-            Arc::new(CacheMapFile::open(self.folder.path(), self.kept(), RAM_BYTES).unwrap())
-        }
-
-        fn header(&self) -> String {
-            let text = String::from_utf8(fs::read(path(self.folder.path())).unwrap()).unwrap();
-            text.lines().next().unwrap().strip_prefix("hearth-cache-map 1 ").unwrap().to_owned()
-        }
-
-        /// A guest that has one page of a disk and one of its own.
-        fn dead(&self, number: u32) -> Incarnation {
-            let dead = Incarnation::create(self.folder.path(), number, RAM_BYTES, true).unwrap();
-            let ram = File::options().write(true).open(dead.ram.path()).unwrap();
-            ram.write_all_at(&[7; 2 * PAGE_BYTES as usize], 0).unwrap();
-            let tag = Tagger::new(b"a key like noise").tag(&[7; PAGE_BYTES as usize]);
-            dead.ledger.as_ref().unwrap().lock().unwrap().record(RamPage(0), DiskId(0), 5, tag);
-            dead
-        }
-
-        fn awaited(&self, dead: &Incarnation) -> Awaited {
-            Awaited::new(dead, &self.warm, None)
-        }
-    }
-
-    fn why(message: MemoryMessage) -> String {
-        match message {
-            MemoryMessage::CacheMap { read: Err(why), .. } => why,
-            other => panic!("{other:?}"),
-        }
-    }
-
-    #[test]
-    fn unfinished_map_of_a_dead_keeper_is_dropped() {
-        let machine = Machine::new();
-        let file = machine.open();
-        assert_eq!((machine.header(), file.limit_bytes), ("empty".to_owned(), 1 << 20));
-        file.begin(machine.awaited(&machine.dead(1)));
-        assert_eq!(machine.header(), "pending");
-        let file = machine.open();
-        assert_eq!(machine.header(), "empty");
-        file.put_map(b"a map", "").unwrap();
-        machine.open().memory_is_gone();
-        assert_eq!(machine.header(), "ready 5 disk", "a finished map stays, and is read from the disk");
-        machine.open().memory_is_gone();
-        assert_eq!(machine.header(), "ready 5 disk");
-    }
-
-    #[test]
-    fn kept_map_is_there_until_a_guest_has_run() {
-        let machine = Machine::new();
-        machine.open().keep(&CacheMap::default()).unwrap();
-        for _ in 0..2 {
-            fs::remove_file(path(machine.folder.path())).unwrap();
-            machine.open();
-            assert_eq!(machine.header(), "ready 0 disk");
-        }
-        machine.open().forget_kept();
-        machine.open().forget_kept();
-        fs::remove_file(path(machine.folder.path())).unwrap();
-        machine.open();
-        assert_eq!(machine.header(), "empty");
-    }
-
-    #[test]
-    fn kept_map_that_is_too_long_is_not_used() {
-        let machine = Machine::new();
-        fs::create_dir_all(machine.kept().parent().unwrap()).unwrap();
-        fs::write(machine.kept(), [b'x'; 2048]).unwrap();
-        CacheMapFile::open(machine.folder.path(), machine.kept(), 1 << 20).unwrap();
-        assert_eq!(machine.header(), "empty");
-    }
-
-    #[test]
-    fn next_death_gives_up_the_map_before() {
-        let machine = Machine::new();
-        let (file, ember) = (machine.open(), machine.warm.ember.clone());
-        let (first, second) = (machine.dead(1), machine.dead(2));
-        file.begin(machine.awaited(&first));
-        ember.bank(first).unwrap();
-        let reading = Reading::begin(&file, &ember).unwrap();
-        file.begin(machine.awaited(&second));
-        assert!(Reading::begin(&file, &ember).is_none(), "the second guest is not banked yet");
-        ember.bank(second).unwrap();
-        assert!(why(reading.end().unwrap()).contains("another guest has died since"));
-        assert_eq!(machine.header(), "pending");
-        assert!(ember.settle().unwrap() > 0 && ember.unsettled_memory(2).is_some(), "the second one's memory stays");
-        let reading = Reading::begin(&file, &ember).unwrap();
-        assert_eq!(why(reading.end().unwrap()), "no Linux kernel was found in the guest's memory");
-        assert_eq!(machine.header(), "empty");
-        assert!(ember.settle().unwrap() > 0);
-    }
-
-    #[test]
-    fn reading_that_is_given_up_says_why() {
-        let machine = Machine::new();
-        let (file, ember, dead) = (machine.open(), machine.warm.ember.clone(), machine.dead(1));
-        file.begin(machine.awaited(&dead));
-        ember.bank(dead).unwrap();
-        let awaited = file.awaited().clone().unwrap();
-        awaited.give_up.because("the next guest needs the memory");
-        drop(awaited);
-        let reading = Reading::begin(&file, &ember).unwrap();
-        let ended = reading.end_within(Duration::from_secs(60), "the machine stops");
-        assert_eq!(why(ended.unwrap()), "reading it was given up: the next guest needs the memory");
-        assert_eq!(machine.header(), "empty");
-    }
-
-    #[test]
-    fn kept_reading_releases_what_was_spared() {
-        let machine = Machine::new();
-        let (file, ember, dead) = (machine.open(), machine.warm.ember.clone(), machine.dead(1));
-        let hold = Arc::new(hearth_recovery::hold::Hold::everything(dead.ram.pages()));
-        let awaited = machine.awaited(&dead);
-        ember.bank_held(dead.clone(), hold.clone()).unwrap();
-        hold.let_go(0..u64::MAX);
-        assert_eq!(ember.let_go_written(1, 0..u64::MAX).unwrap(), 0);
-        let reading = Reading::begin_keeping(file, &dead, awaited, ember).unwrap();
-        reading.end().unwrap();
-        assert_eq!(dead.ram.residency_bytes().unwrap(), PAGE_BYTES, "the disk's page");
-        assert!(!machine.kept().exists());
-    }
 }
