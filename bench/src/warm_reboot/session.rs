@@ -117,7 +117,7 @@ impl<'a> Session<'a> {
     /// Measures service before and after a crash. A quick session also reads the files in the same incarnation.
     fn crash_and_serve(&mut self, way: Way, record: &mut Record) -> Result<(), WarmRebootError> {
         let case = self.case(way);
-        let cached_pct = self.cached_pct()?;
+        let to_refill_pct = self.to_refill_pct()?;
         let (load, begun_s) = self.load_for_a_window()?;
         let read_before = self.read_bytes()?;
         let crashed_s = load.now_s();
@@ -157,7 +157,7 @@ impl<'a> Session<'a> {
             record.add(&case, "full_speed_s", "s", full_s - crashed_s);
         }
         if !self.shape.reads_apart {
-            self.refilled(&case, cached_pct, record)?;
+            self.refilled(&case, to_refill_pct, record)?;
             self.read_after(&case, read_before, at_service, record)?;
         }
         Ok(())
@@ -185,7 +185,9 @@ impl<'a> Session<'a> {
         let read_before = self.read_bytes()?;
         let boot_s = self.crash_and_wait(way)?;
         record.add(&case, "boot_s", "s", boot_s);
-        self.read_after(&case, read_before, self.read_bytes()?, record)
+        let at_service = self.read_bytes()?;
+        record.add(&case, "cached_before_read_pct", "%", self.cached_pct()?);
+        self.read_after(&case, read_before, at_service, record)
     }
 
     /// Measures random reads of a large file before a crash and when the guest serves again.
@@ -193,13 +195,13 @@ impl<'a> Session<'a> {
         let Some(file) = self.shape.guest.large_file() else { return Ok(()) };
         let case = self.case(way);
         let before = self.random_read_us(file)?;
-        let cached_pct = self.cached_pct()?;
+        let to_refill_pct = self.to_refill_pct()?;
         self.crash_and_wait(way)?;
         let after = self.random_read_us(file)?;
         eprintln!("warm-reboot: {case}: random reads of 4 KiB in {before:.0} us, then {after:.0} us");
         record.add(&case, "random_read_before_us", "us", before);
         record.add(&case, "random_read_us", "us", after);
-        self.refilled(&case, cached_pct, record)
+        self.refilled(&case, to_refill_pct, record)
     }
 
     /// Mean microseconds of a read of 4 KiB.
@@ -251,7 +253,6 @@ impl<'a> Session<'a> {
         at_service: u64,
         record: &mut Record,
     ) -> Result<(), WarmRebootError> {
-        let cached_pct = self.cached_pct()?;
         let first = self.read_all()?;
         let mib = |from: u64, to: u64| to.saturating_sub(from) as f64 / MIB;
         let (for_files, for_boot) = (mib(at_service, self.read_bytes()?), mib(read_before, at_service));
@@ -259,7 +260,6 @@ impl<'a> Session<'a> {
         eprintln!(
             "warm-reboot: {case}: files at {first:.0}, then {second:.0} MiB/s; {for_files:.1} MiB from the disk for them, {for_boot:.1} for the boot"
         );
-        record.add(case, "cached_before_read_pct", "%", cached_pct);
         record.add(case, "read_first_mib_s", "MiB/s", first);
         record.add(case, "read_second_mib_s", "MiB/s", second);
         record.add(case, "disk_read_after_mib", "MiB", for_files);
@@ -268,11 +268,9 @@ impl<'a> Session<'a> {
     }
 
     /// Waits until `hearth-refill` is done, and records what it says of itself, how much of the files that were cached is cached
-    /// again, and the cache map's size and time. `before_pct`: the part of the files that was cached before the crash.
-    fn refilled(&self, case: &str, before_pct: f64, record: &mut Record) -> Result<(), WarmRebootError> {
-        if !matches!(self.stack, Stack::HearthRefill | Stack::ColdPrefetch) {
-            return Ok(());
-        }
+    /// again, and the cache map's size and time. `before_pct`: as `to_refill_pct` was before the crash.
+    fn refilled(&self, case: &str, before_pct: Option<f64>, record: &mut Record) -> Result<(), WarmRebootError> {
+        let Some(before_pct) = before_pct else { return Ok(()) };
         let output = self.machine.run_within(self.shape.guest.refill_report(), patience(120));
         let said = output.map_err(|error| self.machine_error(error))?.text();
         let refilled_pct = self.cached_pct()? / before_pct * 100.0;
@@ -371,6 +369,12 @@ impl<'a> Session<'a> {
         let side = || self.stack.name().to_owned();
         let none = || WarmRebootError::NoFigure { side: side(), command: command.to_owned(), figure };
         output.number(figure).ok_or_else(none)
+    }
+
+    /// The part of the files that is to be cached again after a crash; `None` where no helper reads them back.
+    fn to_refill_pct(&self) -> Result<Option<f64>, WarmRebootError> {
+        let refills = matches!(self.stack, Stack::HearthRefill | Stack::ColdPrefetch);
+        refills.then(|| self.cached_pct()).transpose()
     }
 
     /// The part of the files that is in the guest's page cache.

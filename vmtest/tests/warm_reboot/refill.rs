@@ -85,7 +85,7 @@ fn map_of_a_full_guest_is_read_beside_its_dump() -> Result<()> {
     let listed = vm.wait_event("the cache map", |record| of(&record.event))?;
     assert!(listed.as_ref().is_ok_and(|pages| *pages > known / 2), "{listed:?} of {known} pages");
     mount(&vm, "rw")?;
-    println!("{}", vm.sh("hearth-refill")?);
+    vm.sh("hearth-refill")?;
     vm.wait_event("the dump", event!(DumpComplete))?;
     FULL.verify(&vm)
 }

@@ -27,7 +27,7 @@ use hearth_recovery::ember::Spared;
 use hearth_recovery::fast_remount::WarmSources;
 use hearth_recovery::incarnation::Incarnation;
 use hearth_recovery::vmcore::Notes;
-use hearth_recovery::warm_reboot::cache_map::{Blocks, CacheMap, GiveUp};
+use hearth_recovery::warm_reboot::cache_map::{Blocks, CacheMap, CacheMapError, GiveUp};
 use rustix::fs::{FallocateFlags, fallocate};
 
 use crate::folders::CACHE_MAP;
@@ -171,7 +171,9 @@ impl CacheMapFile {
     fn finish(&self, of: &Arc<Awaited>, map: Result<CacheMap, String>) -> Result<CacheMap, String> {
         let mut awaited = self.awaited();
         if awaited.take_if(|current| Arc::ptr_eq(current, of)).is_none() {
-            return map.and(Err("another guest has died since".to_owned()));
+            // Another one, or none, is awaited since, and this one was given up.
+            let why = of.give_up.why().unwrap_or_default();
+            return map.and(Err(CacheMapError::GivenUp(why).to_string()));
         }
         let put = |map: CacheMap| {
             let put = self.put_map(map.text().as_bytes(), "");

@@ -104,6 +104,17 @@ impl CrashRecovery {
     }
 }
 
+impl Context {
+    /// What QEMU has told of this guest's registers; or why it has not.
+    pub(super) fn harvested_registers(&self, incarnation: u32) -> Result<Vec<u8>, String> {
+        let path = self.folders.registers(incarnation);
+        fs::read(&path).map_err(|error| match error.kind() {
+            io::ErrorKind::NotFound => "QEMU had exited or did not provide them".to_owned(),
+            _ => format!("{}: {error}", path.display()),
+        })
+    }
+}
+
 fn note_of(context: &Context, incarnation: u32) -> Option<&DumpNote> {
     context.journal.dumps.iter().find(|note| note.incarnation == incarnation)
 }
@@ -178,15 +189,6 @@ impl Machine {
         }
     }
 
-    /// What QEMU has told of this guest's registers; or why it has not.
-    pub(super) fn harvested_registers(&self, incarnation: u32) -> Result<Vec<u8>, String> {
-        let path = self.context.folders.registers(incarnation);
-        fs::read(&path).map_err(|error| match error.kind() {
-            io::ErrorKind::NotFound => "QEMU had exited or did not provide them".to_owned(),
-            _ => format!("{}: {error}", path.display()),
-        })
-    }
-
     /// The hold with which a dead incarnation is banked. None if it will not be dumped.
     pub(super) fn dump_hold(&mut self, dead: &Incarnation) -> Option<Arc<Hold>> {
         note_of(&self.context, dead.number)?;
@@ -226,7 +228,7 @@ impl Machine {
             note.file = Some(file.clone());
         }
         self.context.save_journal();
-        let registers = self.harvested_registers(dead.number);
+        let registers = self.context.harvested_registers(dead.number);
         let memory = dead_ram(&dead.ram);
         let request = Request { file: Some(file), ..Request::default() };
         let (task, progress) = self.task(request, dead.number, memory, Some(claim), registers);

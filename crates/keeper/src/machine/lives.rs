@@ -107,7 +107,7 @@ impl Machine {
         self.disks.backfill.set_miss_policy(MissPolicy::Wait);
         let hold = self.dump_hold(&dead);
         match why_cold {
-            None => self.warm_reboot.begin_cache_map(&dead, self.harvested_registers(dead.number).ok()),
+            None => self.warm_reboot.begin_cache_map(&dead, || self.context.harvested_registers(dead.number).ok()),
             Some(_) => self.warm_reboot.clear_cache_map(),
         }
         match (hold, &why_cold) {
@@ -225,7 +225,7 @@ impl Machine {
         let dead = self.tear_down(guest, how, cause);
         self.warm_reboot.monitor.watch(None);
         self.warm_reboot.succession(&self.disks.servers).drain()?;
-        self.warm_reboot.begin_keeping_cache_map(&dead, self.harvested_registers(dead.number).ok());
+        self.warm_reboot.begin_keeping_cache_map(&dead, || self.context.harvested_registers(dead.number).ok());
         if let Some(hold) = self.dump_hold(&dead) {
             self.bank_held(dead, hold, true);
         }

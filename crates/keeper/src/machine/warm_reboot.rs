@@ -96,17 +96,17 @@ impl WarmReboot {
     }
 
     /// Tells the next guest that a map of this guest's page cache is being made. Call it before the guest is banked. `registers`: as
-    /// QEMU has told them, if it has.
-    pub fn begin_cache_map(&self, dead: &Incarnation, registers: Option<Vec<u8>>) {
+    /// QEMU has told them, if it has; asked for only if there is to be a map.
+    pub fn begin_cache_map(&self, dead: &Incarnation, registers: impl FnOnce() -> Option<Vec<u8>>) {
         if let Some(file) = &self.cache_map {
-            file.begin(Awaited::new(dead, &self.sources, registers));
+            file.begin(Awaited::new(dead, &self.sources, registers()));
         }
     }
 
     /// Begins to keep the map of the machine's last guest for its next start. Call it before the guest is banked.
-    pub fn begin_keeping_cache_map(&mut self, dead: &Incarnation, registers: Option<Vec<u8>>) {
+    pub fn begin_keeping_cache_map(&mut self, dead: &Incarnation, registers: impl FnOnce() -> Option<Vec<u8>>) {
         let Some(file) = self.cache_map.clone() else { return };
-        let awaited = Awaited::new(dead, &self.sources, registers);
+        let awaited = Awaited::new(dead, &self.sources, registers());
         self.keeping = Reading::begin_keeping(file, dead, awaited, self.ember.clone());
     }
 

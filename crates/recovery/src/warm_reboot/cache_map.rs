@@ -104,6 +104,11 @@ impl GiveUp {
         // Fails if it was given up already.
         let _ = self.0.set(why);
     }
+
+    /// Why the reading was given up, if it was.
+    pub fn why(&self) -> Option<&'static str> {
+        self.0.get().copied()
+    }
 }
 
 /// Why there is no map.
@@ -132,7 +137,7 @@ impl PhysicalMemory for Abandonable<'_> {
     }
 
     fn is_given_up(&self) -> bool {
-        self.give_up.0.get().is_some()
+        self.give_up.why().is_some()
     }
 }
 
@@ -149,7 +154,7 @@ impl CacheMap {
         let layout = Layout::q35(ram.pages() * PAGE_BYTES);
         let memory = Abandonable { dead: DeadRam::new(ram, layout), give_up };
         let cache = Linux::find(&memory, notes).and_then(|linux| linux.page_cache());
-        match give_up.0.get() {
+        match give_up.why() {
             Some(why) => Err(CacheMapError::GivenUp(why)),
             None => Ok(Self::new(&cache?, layout, blocks, limit_bytes)),
         }

@@ -18,6 +18,7 @@ use crate::event::{CacheMapSize, MemoryMessage};
 /// How long the reading of a map may take: several times what it takes on a busy host (0.3 s a GiB). Meanwhile dead memory stays.
 const PATIENCE: Duration = Duration::from_secs(5);
 const PATIENCE_PER_GIB: Duration = Duration::from_secs(1);
+/// A thread cannot be joined with a limit.
 const END_LOOK_EVERY: Duration = Duration::from_millis(5);
 
 /// A map that a thread is reading.
