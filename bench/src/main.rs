@@ -56,7 +56,8 @@ enum Chore {
         /// Disk profiles to measure (default: all)
         #[arg(long, env = "PROFILE", value_delimiter = ',')]
         profile: Vec<Profile>,
-        /// Sides to measure: hearth, qemu-direct, qemu-host-cache, pmem-dax, ram (default: all)
+        /// Sides to measure: hearth, hearth-refill, cold-prefetch, qemu-direct, qemu-host-cache, pmem-dax, ram (default:
+        /// all)
         #[arg(long, env = "CASES", value_delimiter = ',', value_parser = stack_by_name)]
         cases: Vec<Stack>,
     },
