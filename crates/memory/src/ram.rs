@@ -9,10 +9,10 @@ use std::ops::Range;
 use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{FallocateFlags, SeekFrom, fallocate, seek};
+use rustix::fs::{FallocateFlags, SealFlags, SeekFrom, fallocate, fcntl_get_seals, seek};
 use rustix::io::Errno;
 
-use crate::{FileOffset, PAGE_BYTES, RamView};
+use crate::{FileOffset, Layout, PAGE_BYTES, RamView};
 
 /// Unit of `st_blocks` in bytes, independent of the file system's block size.
 const STAT_BLOCK_BYTES: u64 = 512;
@@ -23,6 +23,7 @@ pub struct RamFile {
     file: File,
     path: PathBuf,
     bytes: u64,
+    layout: Layout,
     identity: (u64, u64),
 }
 
@@ -48,6 +49,8 @@ pub enum MemoryError {
     Write { path: PathBuf, offset: u64, bytes: usize, source: io::Error },
     #[error("{path}: cannot be mapped")]
     Map { path: PathBuf, source: io::Error },
+    #[error("{path}: is not sealed, so it may shrink while it is read")]
+    Unsealed { path: PathBuf },
     #[error("{path}: cannot be removed")]
     Remove { path: PathBuf, source: io::Error },
 }
@@ -80,10 +83,21 @@ impl RamFile {
         Self::wrap(file.map_err(failed)?, path)
     }
 
+    /// Takes over memory without a name (memfd) that another program has made for its guest, and cannot shrink. `name`: what it is
+    /// called in errors.
+    pub fn adopt(file: File, name: &str, layout: Layout) -> Result<Self, MemoryError> {
+        let is_sealed = fcntl_get_seals(&file).is_ok_and(|seals| seals.contains(SealFlags::SHRINK));
+        if !is_sealed {
+            return Err(MemoryError::Unsealed { path: name.into() });
+        }
+        Ok(Self { layout, ..Self::wrap(file, Path::new(name))? })
+    }
+
     fn wrap(file: File, path: &Path) -> Result<Self, MemoryError> {
         let metadata = file.metadata().map_err(|source| MemoryError::Open { path: path.to_owned(), source })?;
         check_size(path, metadata.len())?;
-        Ok(Self { file, path: path.to_owned(), bytes: metadata.len(), identity: (metadata.dev(), metadata.ino()) })
+        let (bytes, identity) = (metadata.len(), (metadata.dev(), metadata.ino()));
+        Ok(Self { file, path: path.to_owned(), bytes, layout: Layout::q35(bytes), identity })
     }
 
     /// Path under which the file was created or opened.
@@ -99,6 +113,11 @@ impl RamFile {
     /// Size of the RAM in pages.
     pub fn pages(&self) -> u64 {
         self.bytes / PAGE_BYTES
+    }
+
+    /// Where its pages are in the guest's memory.
+    pub fn layout(&self) -> Layout {
+        self.layout
     }
 
     /// Device and inode, which identify the file in another process's mappings and behind a received descriptor.
@@ -214,6 +233,7 @@ mod tests {
     use std::os::unix::fs::PermissionsExt;
 
     use error_text::chain;
+    use rustix::fs::{MemfdFlags, fcntl_add_seals, memfd_create};
 
     use super::*;
 
@@ -318,6 +338,21 @@ mod tests {
         let again = RamFile::open(first.path()).unwrap();
         assert_eq!(again.identity(), first.identity());
         assert_eq!((again.bytes(), again.residency_bytes().unwrap()), (first.bytes(), PAGE_BYTES));
+    }
+
+    #[test]
+    fn only_memory_that_cannot_shrink_is_adopted() {
+        let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+        let memory = File::from(memfd_create("pc.ram", flags).unwrap());
+        memory.set_len(1 << 20).unwrap();
+        let adopt = || RamFile::adopt(memory.try_clone().unwrap(), "memory of web", Layout::q35(1 << 20));
+        assert!(chain(&adopt().unwrap_err()).contains("memory of web: is not sealed"));
+        fcntl_add_seals(&memory, SealFlags::SHRINK | SealFlags::GROW).unwrap();
+        let ram = adopt().unwrap();
+        touch(&ram, 3..4);
+        ram.release(3..4).unwrap();
+        assert_eq!((ram.pages(), ram.residency_bytes().unwrap(), ram.layout()), (256, 0, Layout::q35(1 << 20)));
+        assert!(RamFile::adopt(File::open("/dev/null").unwrap(), "null", Layout::q35(1 << 20)).is_err());
     }
 
     #[test]

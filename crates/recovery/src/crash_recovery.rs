@@ -20,7 +20,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
-use hearth_memory::{FileOffset, GuestPhysicalAddress, Layout, MemoryError, PAGE_BYTES};
+use hearth_memory::{FileOffset, GuestPhysicalAddress, Layout, MemoryError, PAGE_BYTES, RamFile};
 
 use crate::ember::Ember;
 use crate::hold::Hold;
@@ -140,9 +140,9 @@ pub struct Claim {
 }
 
 impl Claim {
-    /// Claims an incarnation that was banked with this `hold`.
-    pub fn new(ember: Arc<Ember>, hold: Arc<Hold>, incarnation: u32, layout: Layout, ram_pages: u64) -> Self {
-        Self { ember, hold, incarnation, layout, ram_pages }
+    /// Claims an incarnation that was banked with this `hold`. `ram`: its RAM.
+    pub fn new(ember: Arc<Ember>, hold: Arc<Hold>, incarnation: u32, ram: &RamFile) -> Self {
+        Self { ember, hold, incarnation, layout: ram.layout(), ram_pages: ram.pages() }
     }
 
     /// Gives up all page frames except `kept`. Returns the bytes that come free at once.
@@ -228,7 +228,7 @@ mod tests {
         let ember = Arc::new(Ember::new(folder.path(), Tagger::new(b"a key like noise")));
         ember.bank_held(dead, hold.clone()).unwrap();
         ember.settle().unwrap();
-        let claim = Claim::new(ember.clone(), hold, 1, Layout::q35(3 << 30), ram.pages());
+        let claim = Claim::new(ember.clone(), hold, 1, &ram);
         let above = 4 * GIB_PAGES;
         claim.narrow(&Bitmap::of(above + GIB_PAGES, &[0..10, above..above + 10])).unwrap();
         assert_eq!(claim.held_bytes(), 2 * PAGE_BYTES, "of 20 pages two hold something");
@@ -246,7 +246,7 @@ mod tests {
     fn memory_without_linux_is_kept_with_reason() {
         let folder = tempfile::tempdir_in("/dev/shm").unwrap();
         let (dead, _) = dead(&folder);
-        let memory = DeadRam::new(dead.ram, Layout::q35(3 << 30));
+        let memory = DeadRam::new(dead.ram);
         let check = |asked: u8, level: u8, warned: bool| {
             let judgement = judge(&memory, &[], DumpLevel::new(asked).unwrap());
             assert_eq!(judgement.pages.kept.count(), 3 * GIB_PAGES);

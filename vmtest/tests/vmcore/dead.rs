@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use hearth_memory::{Layout, RamFile};
+use hearth_memory::RamFile;
 use hearth_recovery::vmcore::DeadRam;
 use hearth_vmtest::{Drives, PlainVm, PlainVmBuilder, Result, patience};
 use serde_json::json;
@@ -37,7 +37,7 @@ impl Dead {
         let arguments = json!({ "paging": false, "protocol": protocol, "begin": 0, "length": 1 });
         vm.qmp().execute("dump-guest-memory", arguments)?;
         drop(vm);
-        let ram = DeadRam::new(Arc::new(RamFile::open(&ram_path).unwrap()), Layout::q35(mib << 20));
+        let ram = DeadRam::new(Arc::new(RamFile::open(&ram_path).unwrap()));
         Ok(Self { ram, notes: notes(&dump), _folder: folder })
     }
 }

@@ -11,16 +11,16 @@ use std::time::{Duration, Instant, SystemTime};
 use std::{fs, io};
 
 use hearth_api::{DumpState, EndCause, EventKind};
-use hearth_memory::Layout;
 use hearth_recovery::crash_recovery::{Claim, HARVEST_PATIENCE};
 use hearth_recovery::hold::Hold;
 use hearth_recovery::incarnation::Incarnation;
 use hearth_recovery::journal::DumpNote;
+use hearth_recovery::vmcore::DeadRam;
 use hearth_recovery::vmcore::dump::incomplete_path;
 
 use super::crash_loop::Crashes;
 use super::dump::{Job, NoThread, Order, Task};
-use super::dumps::{Dumps, Request, dead_ram, dump_folder};
+use super::dumps::{Dumps, Request, dump_folder};
 use super::lazy_restore::LazyRestore;
 use super::state::Input;
 use super::{Context, Machine, MachineError};
@@ -219,8 +219,7 @@ impl Machine {
 
     /// Queues the dump of an incarnation that was banked with this hold.
     pub(super) fn queue_dump(&mut self, dead: &Incarnation, hold: Arc<Hold>) {
-        let layout = Layout::q35(dead.ram.bytes());
-        let claim = Claim::new(self.warm_reboot.ember.clone(), hold, dead.number, layout, dead.ram.pages());
+        let claim = Claim::new(self.warm_reboot.ember.clone(), hold, dead.number, &dead.ram);
         let noted = note_of(&self.context, dead.number).and_then(|note| note.file.clone());
         let begun = noted.is_some();
         let file = noted.unwrap_or_else(|| dump_folder(&self.context.config).name(dead.number, SystemTime::now()));
@@ -229,7 +228,7 @@ impl Machine {
         }
         self.context.save_journal();
         let registers = self.context.harvested_registers(dead.number);
-        let memory = dead_ram(&dead.ram);
+        let memory = DeadRam::new(dead.ram.clone());
         let request = Request { file: Some(file), ..Request::default() };
         let (task, progress) = self.task(request, dead.number, memory, Some(claim), registers);
         self.crash_recovery.dumps.queue(dead.number, (Task { begun, ..task }, progress));

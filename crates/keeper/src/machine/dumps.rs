@@ -10,7 +10,6 @@ use hearth_api::{
     MachineState, rfc3339,
 };
 use hearth_disk::device::Devices;
-use hearth_memory::{Layout, RamFile};
 use hearth_recovery::crash_recovery::{Claim, HARVEST_PATIENCE};
 use hearth_recovery::journal::GuestNote;
 use hearth_recovery::vmcore::{Compression, DeadRam, DumpLevel, Format};
@@ -168,11 +167,6 @@ impl Dumps {
     pub fn statuses(&self) -> Vec<DumpStatus> {
         self.over.iter().cloned().chain(self.queue.iter().map(|queued| queued.progress.status())).collect()
     }
-}
-
-/// The memory of a guest to dump. The next guest may have memory of another size.
-pub(super) fn dead_ram(ram: &Arc<RamFile>) -> DeadRam {
-    DeadRam::new(ram.clone(), Layout::q35(ram.bytes()))
 }
 
 /// The folder of the machine's dumps.
@@ -352,7 +346,7 @@ impl Machine {
             return reply(asked.answer, Err(not_dumped(&why)));
         }
         let Some(life) = self.state.guest() else { return };
-        let (number, memory) = (life.incarnation.number, dead_ram(&life.incarnation.ram));
+        let (number, memory) = (life.incarnation.number, DeadRam::new(life.incarnation.ram.clone()));
         let Asked { request, answer, .. } = asked;
         let task = self.task(request, number, memory, None, registers);
         self.crash_recovery.dumps.queue(number, task);

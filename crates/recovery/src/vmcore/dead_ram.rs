@@ -7,7 +7,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use hearth_memory::{GuestPhysicalAddress, Layout, PAGE_BYTES, RamFile};
+use hearth_memory::{GuestPhysicalAddress, PAGE_BYTES, RamFile};
 
 use super::memory::{PhysicalMemory, Unreadable};
 
@@ -15,16 +15,15 @@ use super::memory::{PhysicalMemory, Unreadable};
 #[derive(Clone, Debug)]
 pub struct DeadRam {
     ram: Arc<RamFile>,
-    layout: Layout,
     ranges: Vec<Range<u64>>,
 }
 
 impl DeadRam {
-    /// RAM whose page frames are where `layout` says.
-    pub fn new(ram: Arc<RamFile>, layout: Layout) -> Self {
+    /// The memory in this file.
+    pub fn new(ram: Arc<RamFile>) -> Self {
         let pfns = |range: Range<GuestPhysicalAddress>| range.start.0 / PAGE_BYTES..range.end.0 / PAGE_BYTES;
-        let ranges = layout.ranges().into_iter().map(pfns).collect();
-        Self { ram, layout, ranges }
+        let ranges = ram.layout().ranges().into_iter().map(pfns).collect();
+        Self { ram, ranges }
     }
 
     /// How many of these bytes are contiguous in the file.
@@ -41,7 +40,7 @@ impl PhysicalMemory for DeadRam {
         let (mut address, mut rest) = (address.0, into);
         while !rest.is_empty() {
             let unreadable = Unreadable::at(address);
-            let offset = self.layout.offset_of(GuestPhysicalAddress(address)).ok_or(unreadable)?;
+            let offset = self.ram.layout().offset_of(GuestPhysicalAddress(address)).ok_or(unreadable)?;
             let bytes = self.contiguous(address, rest.len());
             let (now, later) = rest.split_at_mut(bytes);
             self.ram.read(offset, now).map_err(|error| {
@@ -76,7 +75,7 @@ mod tests {
         let file = OpenOptions::new().write(true).open(ram.path()).unwrap();
         file.write_all_at(&[1; PAGE_BYTES as usize], (LOW_PAGES - 1) * PAGE_BYTES).unwrap();
         file.write_all_at(&[2; PAGE_BYTES as usize], LOW_PAGES * PAGE_BYTES).unwrap();
-        DeadRam::new(Arc::new(ram), Layout::q35(bytes))
+        DeadRam::new(Arc::new(ram))
     }
 
     fn folder() -> tempfile::TempDir {

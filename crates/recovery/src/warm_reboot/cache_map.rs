@@ -151,8 +151,8 @@ impl CacheMap {
         limit_bytes: usize,
         give_up: &GiveUp,
     ) -> Result<Self, CacheMapError> {
-        let layout = Layout::q35(ram.pages() * PAGE_BYTES);
-        let memory = Abandonable { dead: DeadRam::new(ram, layout), give_up };
+        let layout = ram.layout();
+        let memory = Abandonable { dead: DeadRam::new(ram), give_up };
         let cache = Linux::find(&memory, notes).and_then(|linux| linux.page_cache());
         match give_up.why() {
             Some(why) => Err(CacheMapError::GivenUp(why)),

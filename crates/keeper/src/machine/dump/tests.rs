@@ -5,7 +5,6 @@ use std::sync::Mutex;
 use std::sync::mpsc::channel;
 
 use hearth_disk::tag::Tagger;
-use hearth_memory::Layout;
 use hearth_recovery::ember::Ember;
 use hearth_recovery::hold::Hold;
 use hearth_recovery::incarnation::Incarnation;
@@ -33,9 +32,9 @@ impl Dead {
         let (ram, hold) = (dead.ram.clone(), Arc::new(Hold::everything(dead.ram.pages())));
         let ember = Arc::new(Ember::new(memory.path(), Tagger::new(b"a key like noise")));
         ember.bank_held(dead, hold.clone()).unwrap();
-        let claim = Claim::new(ember, hold, 1, Layout::q35(RAM_BYTES), ram.pages());
+        let claim = Claim::new(ember, hold, 1, &ram);
         let folder = tempfile::tempdir().unwrap();
-        Self { folder, _memory: memory, claim, memory: DeadRam::new(ram, Layout::q35(RAM_BYTES)) }
+        Self { folder, _memory: memory, claim, memory: DeadRam::new(ram) }
     }
 
     fn task(&self) -> (Task, Arc<Progress>) {
