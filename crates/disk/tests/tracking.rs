@@ -9,6 +9,7 @@ mod common;
 
 use std::collections::HashMap;
 use std::ops::Range;
+use std::os::unix::fs::MetadataExt;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -17,7 +18,7 @@ use hearth_disk::block::{BLOCK_BYTES, DiskId, RamPage};
 use hearth_disk::engine::flaky::{Fault, Plan};
 use hearth_disk::ledger::Ledger;
 use hearth_disk::limit::Limits;
-use hearth_disk::server::DiskServer;
+use hearth_disk::server::{DiskOptions, DiskServer, Question};
 use hearth_disk::tag::{Tag, Tagger};
 use hearth_disk::warm::{AfterServing, WarmMemory, WarmSource};
 
@@ -493,4 +494,50 @@ fn ledger_is_right_after_any_requests() {
     }
     assert!(servable > 10_000, "the rule was put to the test {servable} times only");
     assert!(tainted > 200, "requests met {tainted} times only");
+}
+
+/// Under libvirt the keeper does not know the memory before QEMU tells of it. No request is served until it has decided.
+#[test]
+fn memory_that_is_told_is_tracked_from_the_first_request() {
+    let place = Place::new(DISK_BYTES);
+    let truth = Truth::new(&place);
+    let (tell, told) = std::sync::mpsc::channel();
+    let tell = Mutex::new(tell);
+    let options = DiskOptions {
+        ask: Some(Arc::new(move |question| match question {
+            Question::Memory(memory) => tell.lock().unwrap().send(memory).unwrap(),
+            Question::Driver { .. } => panic!("the first driver is no question"),
+        })),
+        ..place.options()
+    };
+    let server = DiskServer::start(options, place.open(), None).unwrap();
+    let guest = std::thread::scope(|scope| {
+        let guest = scope.spawn(|| {
+            let mut guest = truth.connect(&place, 1);
+            guest.run(0, READ, 0, DATA, 8192);
+            guest
+        });
+        let memory = told.recv_timeout(PATIENCE).unwrap();
+        assert_eq!(memory.pid, std::process::id());
+        let places: u64 = memory.places.iter().map(|place| place.bytes).sum();
+        assert_eq!((memory.file.metadata().unwrap().ino(), places), (truth.ram.metadata().unwrap().ino(), 32 << 20));
+        std::thread::sleep(Duration::from_millis(100));
+        assert!(!guest.is_finished(), "it waits for the keeper");
+        server.answer(truth.tracking(None)).unwrap();
+        guest.join().unwrap()
+    });
+    assert_eq!((truth.page_of(0), truth.page_of(1)), (Some(DATA_PAGE), Some(DATA_PAGE + 1)));
+    truth.check(&place);
+    drop(guest);
+    // The next QEMU has other memory.
+    let elsewhere = Place::new(DISK_BYTES);
+    let other = Truth::new(&elsewhere);
+    let mut guest = std::thread::scope(|scope| {
+        let guest = scope.spawn(|| other.connect(&place, 1));
+        told.recv_timeout(PATIENCE).unwrap();
+        server.answer(None).unwrap();
+        guest.join().unwrap()
+    });
+    guest.run(0, READ, 4096 * 8, DATA, 4096);
+    assert_eq!(other.page_of(8), None, "nothing is tracked");
 }

@@ -31,7 +31,9 @@ pub use footprint::Footprint;
 pub use launch::Launch;
 pub use machine_type::{EARLIER_MACHINE_TYPE, Hardware, MachineType, MachineTypes, is_versioned};
 pub use migration::Migration;
-pub use process::{Process, ProcessError, ProcessId, kill_stray, memory_of, processes_naming, runtime_folder_of};
+pub use process::{
+    Process, ProcessError, ProcessId, file_of, kill_stray, memory_of, processes_naming, runtime_folder_of,
+};
 pub use qmp::{Qmp, QmpError, QmpEvent, TimedEvent};
 pub use stream::Stream;
 pub use transcript::Transcript;

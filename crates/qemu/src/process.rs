@@ -8,6 +8,7 @@ use std::fs;
 use std::io::{self, Read};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::MetadataExt;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -232,12 +233,24 @@ pub(crate) fn open_pidfd(pid: u32) -> io::Result<OwnedFd> {
 
 /// Copies a process's descriptors of the memory files (memfd) with this name. Needs the right to trace the process.
 pub fn memory_of(pid: u32, name: &str) -> io::Result<Vec<OwnedFd>> {
-    let (process, link) = (open_pidfd(pid)?, format!("/memfd:{name} (deleted)"));
+    let link = format!("/memfd:{name} (deleted)");
+    descriptors_of(pid, |entry| fs::read_link(entry).is_ok_and(|target| target.as_os_str() == link.as_str()))
+}
+
+/// Copies a process's descriptor of the file with this device and inode. Needs the right to trace the process.
+pub fn file_of(pid: u32, identity: (u64, u64)) -> io::Result<Option<OwnedFd>> {
+    let is_it = |entry: &Path| fs::metadata(entry).is_ok_and(|file| (file.dev(), file.ino()) == identity);
+    Ok(descriptors_of(pid, is_it)?.pop())
+}
+
+/// Copies those descriptors of a process whose entry in /proc is wanted.
+fn descriptors_of(pid: u32, is_wanted: impl Fn(&Path) -> bool) -> io::Result<Vec<OwnedFd>> {
+    let process = open_pidfd(pid)?;
     let mut found = Vec::new();
     for entry in fs::read_dir(format!("/proc/{pid}/fd"))? {
         let entry = entry?;
         // Another thread may close it meanwhile.
-        if fs::read_link(entry.path()).is_ok_and(|target| target.as_os_str() == link.as_str())
+        if is_wanted(&entry.path())
             && let Some(number) = entry.file_name().to_str().and_then(|name| name.parse().ok())
         {
             match pidfd_getfd(&process, number, PidfdGetfdFlags::empty()) {

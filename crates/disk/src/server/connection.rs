@@ -10,6 +10,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::{Duration, Instant, SystemTime};
 
+use super::Question;
 use super::config::{self, Device, WRITEBACK_OFFSET, protocol};
 use super::foreign::{EventCounter, MemoryFile};
 use super::inflight::{self, Inflight, InflightError};
@@ -61,7 +62,7 @@ enum Answer {
     Done,
     Bytes(Vec<u8>),
     File(Vec<u8>, OwnedFd),
-    /// Once the queues in question are drained.
+    /// Once the queues in question are drained, or the keeper has answered.
     Later(Pending),
 }
 
@@ -71,11 +72,13 @@ impl Answer {
     }
 }
 
-/// An answer that waits for requests in flight.
+/// An answer that waits for requests in flight, or for the keeper.
 #[derive(Clone, Copy)]
 enum Pending {
     VringBase(u16),
     Reset,
+    Memory,
+    Inflight(InflightSpec, usize),
 }
 
 /// A stop of all queues, one after the other: until one is started again.
@@ -114,6 +117,12 @@ pub struct Connection {
     /// The frontend began to stop its queues, the first one before all others; taken by whoever notes it.
     pub stop_asked: Option<SystemTime>,
     waiting: Option<Waiting>,
+    /// Whether the keeper is asked.
+    pub asks: bool,
+    /// What it is asked; taken by whoever asks it.
+    pub question: Option<Question>,
+    /// Whether it has answered.
+    is_answered: bool,
     /// How often queues were started.
     starts: u64,
     /// The frontend's last word, or its coming.
@@ -154,6 +163,9 @@ impl Connection {
             may_start: true,
             stop_asked: None,
             waiting: None,
+            asks: false,
+            question: None,
+            is_answered: false,
             starts: 0,
             heard: Instant::now(),
             has_greeted: false,
@@ -176,7 +188,24 @@ impl Connection {
         is_stopping.then_some(Stop { connection: self.id, starts: self.starts })
     }
 
-    /// Whether an answer waits for requests in flight. No message is read meanwhile.
+    /// The keeper has answered: this file of the memory is tracked, if any.
+    pub fn answered(&mut self, tracked: Option<FileIdentity>) {
+        self.memory.track(tracked);
+        self.is_answered = true;
+    }
+
+    /// Has the keeper asked, and its answer awaited.
+    fn ask(&mut self, question: Question, pending: Pending) -> Answer {
+        (self.question, self.is_answered) = (Some(question), false);
+        Answer::Later(pending)
+    }
+
+    /// Firmware is simpler than a kernel's driver.
+    fn has_simple_driver(&self) -> bool {
+        self.features & (config::INDIRECT | config::EVENT_INDEX) == 0
+    }
+
+    /// Whether an answer waits for requests in flight, or for the keeper. No message is read meanwhile.
     pub fn is_waiting(&self) -> bool {
         self.waiting.is_some()
     }
@@ -240,7 +269,14 @@ impl Connection {
             }
             Message::GetConfig { offset, bytes, flags } => Ok(self.get_config(offset, bytes, flags)),
             Message::SetConfig { offset, data } => self.set_config(offset, &data),
-            Message::GetInflight { spec, reply_bytes } => self.get_inflight(spec, reply_bytes),
+            // The first driver of a connection, which has told its memory, is no news.
+            Message::GetInflight { spec, reply_bytes } if self.asks && self.starts > 0 => {
+                let question = Question::Driver { is_simple: self.has_simple_driver() };
+                Ok(self.ask(question, Pending::Inflight(spec, reply_bytes)))
+            }
+            Message::GetInflight { spec, reply_bytes } => {
+                self.get_inflight(spec, reply_bytes).map(|(reply, file)| Answer::File(reply, file))
+            }
             Message::SetInflight { spec, file } => {
                 self.check_inflight(spec)?;
                 if self.is_started() {
@@ -287,7 +323,10 @@ impl Connection {
             // A queue whose rings are gone is broken, which is the guest's affair; the frontend may yet re-add them.
             let _ = queue.translate_again(&self.memory);
         }
-        Ok(Answer::Done)
+        match self.asks.then(|| self.memory.untracked(self.pid)).flatten() {
+            Some(told) => Ok(self.ask(Question::Memory(told), Pending::Memory)),
+            None => Ok(Answer::Done),
+        }
     }
 
     fn queue_message(&mut self, message: Message) -> Result<Answer, ConnectionError> {
@@ -400,7 +439,7 @@ impl Connection {
         Ok(())
     }
 
-    fn get_inflight(&self, asked: InflightSpec, reply_bytes: usize) -> Result<Answer, ConnectionError> {
+    fn get_inflight(&self, asked: InflightSpec, reply_bytes: usize) -> Result<(Vec<u8>, OwnedFd), ConnectionError> {
         let queues = asked.queues.min(self.device.queues);
         self.check_inflight(InflightSpec { queues, ..asked })?;
         let (spec, file) = match &self.left {
@@ -419,7 +458,7 @@ impl Connection {
         reply.extend_from_slice(&spec.queues.to_ne_bytes());
         reply.extend_from_slice(&spec.queue_size.to_ne_bytes());
         reply.resize(reply_bytes, 0);
-        Ok(Answer::File(reply, file))
+        Ok((reply, file))
     }
 
     /// Sends the answer that waited, if its queues are drained now.
@@ -435,6 +474,12 @@ impl Connection {
                 let base = found.retire();
                 let reply = [u32::from(queue).to_ne_bytes(), u32::from(base).to_ne_bytes()].concat();
                 self.channel.get().reply(request, &reply, None)?;
+            }
+            Pending::Memory | Pending::Inflight(..) if !self.is_answered => return Ok(()),
+            Pending::Memory => self.acknowledge(request, need_reply, 0)?,
+            Pending::Inflight(spec, reply_bytes) => {
+                let (reply, file) = self.get_inflight(spec, reply_bytes)?;
+                self.channel.get().reply(request, &reply, Some(file.as_fd()))?;
             }
             Pending::Reset => {
                 if !self.queues.iter().all(Queue::is_drained) {

@@ -38,6 +38,28 @@ pub enum MemoryError {
     MapLog(#[source] io::Error),
 }
 
+/// A guest's memory, as QEMU has told it to a disk.
+#[derive(Clone, Debug)]
+pub struct ToldMemory {
+    /// QEMU's process.
+    pub pid: u32,
+    /// The largest file of the guest's memory.
+    pub file: Arc<File>,
+    /// Where its bytes are in the guest's memory, by address.
+    pub places: Vec<MemoryPlace>,
+}
+
+/// A part of a file that is guest memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MemoryPlace {
+    /// Guest-physical address of the first byte.
+    pub guest: u64,
+    /// Its offset in the file.
+    pub file_offset: u64,
+    /// Number of bytes.
+    pub bytes: u64,
+}
+
 /// The address is not (wholly) in guest memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Unmapped;
@@ -88,6 +110,24 @@ impl GuestMap {
     /// Pages of this file are pages of the incarnation; `page` knows no others.
     pub fn track(&mut self, file: Option<FileIdentity>) {
         self.tracked = file;
+    }
+
+    /// The largest file of the memory, if it is not the tracked one. `pid`: the process that has told of it.
+    pub fn untracked(&self, pid: u32) -> Option<ToldMemory> {
+        let bytes_of = |file: FileIdentity| -> u64 {
+            self.regions.iter().filter(|region| region.file == file).map(|region| region.spec.bytes).sum()
+        };
+        let largest = self.regions.iter().max_by_key(|region| bytes_of(region.file))?;
+        if Some(largest.file) == self.tracked {
+            return None;
+        }
+        let file = largest.mapping.file_offset()?.arc().clone();
+        let of_it = self.regions.iter().filter(|region| region.file == largest.file);
+        let place = |region: &Region| {
+            let RegionSpec { guest, bytes, file_offset, .. } = region.spec;
+            MemoryPlace { guest, file_offset, bytes }
+        };
+        Some(ToldMemory { pid, file, places: of_it.map(place).collect() })
     }
 
     pub fn set_gate(&mut self, gate: Option<Gate>) {

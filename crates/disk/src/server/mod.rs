@@ -52,6 +52,7 @@ use std::time::Duration;
 pub use counters::DiskCounters;
 pub use incoming::{Expected, Peer};
 pub use inflight::memory_name as inflight_name;
+pub use memory::{MemoryPlace, ToldMemory};
 pub use recorder::Tracking;
 pub use worker::{Handle, Pause, Worker};
 
@@ -107,6 +108,9 @@ pub struct DiskOptions {
     pub gate: Option<Gate>,
     /// Takes the disk's messages. Called by the disk's thread, so it must not wait.
     pub tell: Option<Tell>,
+    /// Takes questions about a guest whose memory the keeper does not make itself. QEMU waits until `answer`. Called by the disk's
+    /// thread, so it must not wait.
+    pub ask: Option<Ask>,
     /// Processes that may connect, until `expect` says otherwise.
     pub expected: Expected,
     /// The guest has switched its write cache off, as was noted while another server had it. QEMU does not tell.
@@ -129,6 +133,7 @@ impl DiskOptions {
             tracked: true,
             gate: None,
             tell: None,
+            ask: None,
             expected: Expected::default(),
             write_through: false,
         }
@@ -149,6 +154,21 @@ pub enum Notice {
         waited: Duration,
     },
 }
+
+/// What the keeper decides while QEMU waits: what is to be tracked from now on.
+#[derive(Clone, Debug)]
+pub enum Question {
+    /// QEMU has told of guest memory that is not tracked.
+    Memory(ToldMemory),
+    /// A driver begins anew with the device, in the same QEMU: after a reset, or after the guest has let go of it.
+    Driver {
+        /// It does without what a kernel's driver uses, as firmware does.
+        is_simple: bool,
+    },
+}
+
+/// Takes questions.
+pub type Ask = Arc<dyn Fn(Question) + Send + Sync>;
 
 /// Takes the messages of a disk.
 pub type Tell = Arc<dyn Fn(Notice) + Send + Sync>;
@@ -370,6 +390,12 @@ impl DiskServer {
     pub fn attach(&self, tracking: Option<Tracking>) -> Result<(), ServerError> {
         let answer = self.ask(|reply| Command::Attach(Box::new(tracking), reply))?;
         if self.wait(&answer)? { Ok(()) } else { Err(ServerError::Busy { disk: self.name.clone() }) }
+    }
+
+    /// Sets what is tracked from now on, in answer to [`DiskOptions::ask`]. `None`: nothing is.
+    pub fn answer(&self, tracking: Option<Tracking>) -> Result<(), ServerError> {
+        let answer = self.ask(|reply| Command::Answer(Box::new(tracking), reply))?;
+        self.wait(&answer)
     }
 
     /// Waits until no QEMU is connected and nothing is in flight towards the image.

@@ -30,7 +30,7 @@ use super::peers::Peers;
 use super::poller::{self, Event, Poller, Source, Watched, clear};
 use super::recorder::Tracking;
 use super::wire::WireError;
-use super::{Backing, DiskOptions, ServerError, check};
+use super::{Ask, Backing, DiskOptions, ServerError, check};
 use crate::clock::Clock;
 use crate::gate::Gate;
 use crate::image::FrozenImage;
@@ -60,6 +60,7 @@ const STOP_PATIENCE: Duration = Duration::from_secs(10);
 /// Commands of the keeper to a disk.
 pub(super) enum Command {
     Attach(Box<Option<Tracking>>, Sender<bool>),
+    Answer(Box<Option<Tracking>>, Sender<()>),
     Drain(Sender<()>),
     Handover(bool, Sender<()>),
     HandoverFromSilent(OwnedFd, Sender<Result<(), String>>),
@@ -127,6 +128,7 @@ pub struct Worker {
     /// When the server began to leave.
     leaving: Option<Instant>,
     stopping: bool,
+    ask: Option<Ask>,
 }
 
 /// Readable when there is something for the next turn.
@@ -158,8 +160,9 @@ impl Worker {
         let disk = Disk::new(&options, backing, tracking, counters, pressure, clock);
         let door = (listener, options.expected.clone());
         let worker = Self::new(options.name.clone(), disk, door, command_wake, inbox);
-        let worker = worker.map_err(fail("set up its loop"))?;
+        let mut worker = worker.map_err(fail("set up its loop"))?;
         worker.set_write_through(options.write_through);
+        worker.ask = options.ask;
         Ok((worker, handle))
     }
 
@@ -191,6 +194,7 @@ impl Worker {
             left: None,
             leaving: None,
             stopping: false,
+            ask: None,
             disk,
             poller,
         })
@@ -385,6 +389,7 @@ impl Worker {
         match Connection::new(id, pid, &self.name, stream, &self.poller, self.disk.device(), ram) {
             Ok(mut connection) => {
                 connection.left = self.left.take();
+                connection.asks = self.ask.is_some();
                 connection.memory.set_gate(self.disk.gate());
                 connection.memory.set_write_log(self.disk.write_log.clone());
                 tracing::debug!(disk = self.name, connection = id, pid, "QEMU connected");
@@ -420,6 +425,9 @@ impl Worker {
             if let Some(at) = connection.stop_asked.take() {
                 let since_1970 = at.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
                 self.disk.counters().stop_asked_us.store(since_1970.as_micros() as u64, Ordering::Relaxed);
+            }
+            if let Some((question, ask)) = connection.question.take().zip(self.ask.as_ref()) {
+                ask(question);
             }
             match heard {
                 Ok(true) => {
@@ -472,6 +480,13 @@ impl Worker {
         is_free
     }
 
+    /// As [`DiskServer::answer`](super::DiskServer::answer).
+    pub fn answer(&mut self, tracking: Option<Tracking>) {
+        self.disk.attach(tracking);
+        let ram = self.disk.ram();
+        self.peers.iter_mut().for_each(|connection| connection.answered(ram));
+    }
+
     /// No QEMU is connected, and nothing is in flight.
     pub fn is_drained(&self) -> bool {
         self.peers.is_empty() && self.disk.is_idle()
@@ -513,6 +528,10 @@ impl Worker {
         while let Ok(command) = self.commands.try_recv() {
             match command {
                 Command::Attach(tracking, reply) => drop(reply.send(self.attach(*tracking))),
+                Command::Answer(tracking, reply) => {
+                    self.answer(*tracking);
+                    let _ = reply.send(());
+                }
                 Command::Drain(reply) => self.draining.push(reply),
                 Command::Handover(allowed, reply) => {
                     self.set_handover(allowed);
