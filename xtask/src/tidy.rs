@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use crate::paths;
 
 /// Ground crates, which do not depend on each other; `recovery` and the crates above compose them.
-const GROUND: [&str; 4] = ["memory", "disk", "qemu", "store"];
+const GROUND: [&str; 5] = ["memory", "disk", "qemu", "store", "libvirt"];
 
 /// All files with this extension in the checkout's source folders.
 fn files(extension: &str) -> Vec<PathBuf> {

@@ -1,0 +1,763 @@
+//! Definition: the XML of a domain, as `virsh dumpxml --inactive` shows it, and what Hearth changes in it.
+//!
+//! attach: each disk that Hearth can serve becomes a `vhostuser` disk at the same address, memory becomes a memfd that is shared,
+//! and QEMU reports a guest's panic and where its kernel describes itself. detach: the same pieces as they were, in whatever
+//! the definition is by then.
+//!
+//! Source: <https://libvirt.org/formatdomain.html>.
+
+use std::path::{Path, PathBuf};
+
+use roxmltree::{Document, Node};
+
+use crate::edit::Edits;
+
+/// Most queues of a disk that Hearth serves.
+pub const QUEUES_MAX: u16 = 16;
+/// Bytes of the serial number that virtio-blk has.
+const SERIAL_BYTES_MAX: usize = 20;
+const SECTOR_BYTES: &str = "512";
+const MIB: u64 = 1 << 20;
+
+/// A definition that gives disks to Hearth.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Attached {
+    /// The domain's name.
+    pub name: String,
+    /// The changed definition.
+    pub xml: String,
+    /// Size of the domain's memory when it starts.
+    pub memory_bytes: u64,
+    /// Disks that Hearth serves, in the order of the definition.
+    pub disks: Vec<Disk>,
+    /// Disks that stay as they are.
+    pub left: Vec<LeftDisk>,
+    /// Settings of the domain that have no effect any more, each as a sentence.
+    pub dropped: Vec<String>,
+}
+
+/// A disk that Hearth serves.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Disk {
+    /// Name of its target, such as `vda`.
+    pub name: String,
+    /// Its image.
+    pub path: PathBuf,
+    /// Format of the image.
+    pub format: Format,
+    /// Whether the guest may only read it.
+    pub read_only: bool,
+    /// Whether reads and writes pass the host's page cache.
+    pub direct: bool,
+    /// Serial number that the guest reads; empty if it has none.
+    pub serial: String,
+    /// Number of queues.
+    pub queues: u16,
+    /// Limit of MiB a second.
+    pub mib_per_second: Option<u64>,
+    /// Limit of operations a second.
+    pub iops: Option<u64>,
+}
+
+/// Format of an image.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Format {
+    /// The bytes of the disk.
+    Raw,
+    /// QEMU's own format.
+    Qcow2,
+}
+
+impl Format {
+    /// Its name in a definition and in machine.toml.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Raw => "raw",
+            Self::Qcow2 => "qcow2",
+        }
+    }
+}
+
+/// A disk that Hearth does not serve.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LeftDisk {
+    /// Name of its target.
+    pub name: String,
+    /// Why.
+    pub why: String,
+}
+
+/// Why a domain cannot be attached.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Refusal {
+    /// What of the domain prevents it.
+    pub what: String,
+    /// What its owner can do; empty if nothing.
+    pub hint: String,
+}
+
+/// Why a definition cannot be changed.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "each variant's message describes it")]
+pub enum DefinitionError {
+    #[error("libvirt's definition of the domain cannot be read")]
+    Xml(#[from] roxmltree::Error),
+    #[error("libvirt's definition of the domain has no {0}")]
+    Missing(&'static str),
+    #[error("{}", list(.0))]
+    Refused(Vec<Refusal>),
+}
+
+fn list(refusals: &[Refusal]) -> String {
+    refusals.iter().map(|refusal| refusal.what.as_str()).collect::<Vec<_>>().join("; ")
+}
+
+/// The name of the domain.
+pub fn name(xml: &str) -> Result<String, DefinitionError> {
+    let document = Document::parse(xml)?;
+    Domain::of(&document).map(|domain| domain.name().to_owned())
+}
+
+/// The definition that gives all disks to Hearth that it can serve, and adds the disk with the cache map if that has a name.
+/// `socket`: where a disk of this name is served.
+pub fn attach(
+    xml: &str,
+    cache_map: Option<&str>,
+    socket: impl Fn(&str) -> PathBuf,
+) -> Result<Attached, DefinitionError> {
+    let document = Document::parse(xml)?;
+    let domain = Domain::of(&document)?;
+    let mut refusals = domain.refusals();
+    let vcpus = domain.vcpus();
+    let (mut disks, mut left, mut dropped) = (Vec::new(), Vec::new(), Vec::new());
+    let mut edits = Edits::new(xml);
+    for element in domain.disks() {
+        match Disk::of(element, vcpus, &mut dropped) {
+            Ok(disk) => {
+                let kept = ["target", "boot", "alias", "address"].into_iter().filter_map(|name| child(element, name));
+                let kept: Vec<_> = kept.map(|kept| &xml[kept.range()]).collect();
+                edits.replace(element, &served(&socket(&disk.name), disk.queues, &kept));
+                disks.push(disk);
+            }
+            Err(why) => left.push(LeftDisk { name: target(element).to_owned(), why }),
+        }
+    }
+    if disks.is_empty() {
+        let reasons: Vec<_> = left.iter().map(|disk| format!("{}: {}", disk.name, disk.why)).collect();
+        let what = if reasons.is_empty() { "it has no disk".to_owned() } else { reasons.join("; ") };
+        let what = format!("Hearth can serve none of its disks ({what})");
+        refusals.push(Refusal { what, hint: "give it a virtio disk in a raw or qcow2 image".to_owned() });
+    }
+    let memory_bytes = domain.memory_bytes();
+    if memory_bytes.is_none() {
+        refusals.push(Refusal { what: "its memory has no size that is understood".to_owned(), hint: String::new() });
+    }
+    let (Some(memory_bytes), true) = (memory_bytes, refusals.is_empty()) else {
+        return Err(DefinitionError::Refused(refusals));
+    };
+    domain.share_memory(&mut edits);
+    let target = format!("<target dev='{}' bus='virtio'/>", domain.free_target());
+    domain.report_crashes(&mut edits, cache_map.map(|name| served(&socket(name), 1, &[&target])));
+    let name = domain.name().to_owned();
+    Ok(Attached { name, xml: edits.apply(), memory_bytes, disks, left, dropped })
+}
+
+/// A disk that is served at this socket. `kept`: what places it on the guest's bus.
+fn served(socket: &Path, queues: u16, kept: &[&str]) -> String {
+    let socket = escaped(&socket.display().to_string());
+    let mut lines = vec![
+        "<disk type='vhostuser' device='disk'>".to_owned(),
+        format!("  <driver name='qemu' type='raw' queues='{queues}'/>"),
+        format!("  <source type='unix' path='{socket}'>"),
+        "    <reconnect enabled='yes' timeout='1'/>".to_owned(),
+        "  </source>".to_owned(),
+    ];
+    lines.extend(kept.iter().map(|element| format!("  {element}")));
+    lines.push("</disk>".to_owned());
+    lines.join("\n")
+}
+
+/// The current definition with everything that `attach` changed as it was in the original one. `is_ours`: whether a disk is
+/// served at this socket. Whatever else was changed since stays.
+pub fn detach(current: &str, original: &str, is_ours: impl Fn(&Path) -> bool) -> Result<String, DefinitionError> {
+    let (document, source) = (Document::parse(current)?, Document::parse(original)?);
+    let (domain, was) = (Domain::of(&document)?, Domain::of(&source)?);
+    let mut edits = Edits::new(current);
+    for element in domain.disks().filter(|element| socket_of(*element).is_some_and(&is_ours)) {
+        match was.disks().find(|old| target(*old) == target(element)) {
+            Some(old) => edits.replace(element, &unindented(old, original)),
+            None => edits.remove(element),
+        }
+    }
+    restore(&mut edits, domain.child("memoryBacking"), was.child("memoryBacking"), original);
+    restore(&mut edits, domain.child("on_crash"), was.child("on_crash"), original);
+    restore(&mut edits, domain.vmcoreinfo(), was.vmcoreinfo(), original);
+    restore(&mut edits, domain.panic_device(), was.panic_device(), original);
+    Ok(edits.apply())
+}
+
+/// Sockets of the disks of this definition that other programs serve.
+pub fn disk_sockets(xml: &str) -> Result<Vec<PathBuf>, DefinitionError> {
+    let document = Document::parse(xml)?;
+    let domain = Domain::of(&document)?;
+    Ok(domain.disks().filter_map(socket_of).map(Path::to_owned).collect())
+}
+
+/// A domain that is never to run: with QEMU and accelerator of this definition, and nothing else.
+pub fn empty(xml: &str, name: &str) -> Result<String, DefinitionError> {
+    let document = Document::parse(xml)?;
+    let domain = Domain::of(&document)?;
+    let kind = escaped(domain.root.attribute("type").unwrap_or("kvm"));
+    let emulator = text_of(domain.devices, "emulator").map(escaped);
+    let emulator = emulator.map_or_else(String::new, |path| format!("<emulator>{path}</emulator>"));
+    Ok(format!(
+        "<domain type='{kind}'><name>{name}</name><memory unit='MiB'>32</memory><os><type arch='x86_64'>hvm</type></os>\
+         <devices>{emulator}</devices></domain>"
+    ))
+}
+
+/// Puts back an element that was there; removes one that was not.
+fn restore(edits: &mut Edits<'_>, now: Option<Node<'_, '_>>, was: Option<Node<'_, '_>>, original: &str) {
+    match (now, was) {
+        (Some(now), Some(was)) => edits.replace(now, &unindented(was, original)),
+        (Some(now), None) => edits.remove(now),
+        (None, _) => {}
+    }
+}
+
+/// An element's text, with its further lines as far left as its first one.
+fn unindented(element: Node<'_, '_>, text: &str) -> String {
+    let start = element.range().start;
+    let line = &text[text[..start].rfind('\n').map_or(0, |end| end + 1)..start];
+    text[element.range()].replace(&format!("\n{line}"), "\n")
+}
+
+fn child<'a, 'i>(parent: Node<'a, 'i>, name: &str) -> Option<Node<'a, 'i>> {
+    parent.children().find(|child| child.has_tag_name(name))
+}
+
+fn text_of<'a>(parent: Node<'a, '_>, name: &str) -> Option<&'a str> {
+    child(parent, name)?.text().map(str::trim)
+}
+
+fn attribute_of<'a>(parent: Node<'a, '_>, name: &str, attribute: &str) -> Option<&'a str> {
+    child(parent, name)?.attribute(attribute)
+}
+
+/// Name of a disk's target: what the guest's owner calls the disk.
+fn target<'a>(disk: Node<'a, '_>) -> &'a str {
+    attribute_of(disk, "target", "dev").unwrap_or_default()
+}
+
+/// The socket of a `vhostuser` disk.
+fn socket_of<'a>(disk: Node<'a, '_>) -> Option<&'a Path> {
+    (disk.attribute("type") == Some("vhostuser")).then(|| attribute_of(disk, "source", "path").map(Path::new))?
+}
+
+struct Domain<'a, 'i> {
+    root: Node<'a, 'i>,
+    devices: Node<'a, 'i>,
+}
+
+impl<'a, 'i> Domain<'a, 'i> {
+    fn of(document: &'a Document<'i>) -> Result<Self, DefinitionError> {
+        let root = document.root_element();
+        let devices = child(root, "devices").ok_or(DefinitionError::Missing("devices"))?;
+        text_of(root, "name").ok_or(DefinitionError::Missing("name"))?;
+        Ok(Self { root, devices })
+    }
+
+    fn child(&self, name: &str) -> Option<Node<'a, 'i>> {
+        child(self.root, name)
+    }
+
+    fn name(&self) -> &'a str {
+        text_of(self.root, "name").unwrap_or_default()
+    }
+
+    fn vmcoreinfo(&self) -> Option<Node<'a, 'i>> {
+        child(self.child("features")?, "vmcoreinfo")
+    }
+
+    fn panic_device(&self) -> Option<Node<'a, 'i>> {
+        child(self.devices, "panic")
+    }
+
+    fn vcpus(&self) -> u16 {
+        text_of(self.root, "vcpu").and_then(|count| count.parse().ok()).unwrap_or(1)
+    }
+
+    fn memory_bytes(&self) -> Option<u64> {
+        let memory = self.child("memory")?;
+        let number: u64 = memory.text()?.trim().parse().ok()?;
+        let unit = match memory.attribute("unit").unwrap_or("KiB") {
+            "b" | "bytes" => 1,
+            "KB" => 1000,
+            "k" | "KiB" => 1 << 10,
+            "MB" => 1_000_000,
+            "M" | "MiB" => 1 << 20,
+            "GB" => 1_000_000_000,
+            "G" | "GiB" => 1 << 30,
+            "TB" => 1_000_000_000_000,
+            "T" | "TiB" => 1 << 40,
+            _ => return None,
+        };
+        number.checked_mul(unit)
+    }
+
+    /// A target that no disk has, late in the alphabet.
+    fn free_target(&self) -> String {
+        let taken: Vec<_> = self.disks().map(target).collect();
+        let mut names = ('a'..='z').rev().map(|letter| format!("vd{letter}"));
+        names.find(|name| !taken.contains(&name.as_str())).unwrap_or_else(|| "vdaa".to_owned())
+    }
+
+    fn disks(&self) -> impl Iterator<Item = Node<'a, 'i>> + use<'a, 'i> {
+        let is_disk = |node: &Node<'a, 'i>| {
+            node.has_tag_name("disk") && matches!(node.attribute("device"), None | Some("disk" | "lun"))
+        };
+        self.devices.children().filter(is_disk)
+    }
+
+    /// Why Hearth cannot keep the memory of this domain.
+    fn refusals(&self) -> Vec<Refusal> {
+        let mut refusals = Vec::new();
+        let mut refuse = |what: &str, hint: &str| {
+            refusals.push(Refusal { what: what.to_owned(), hint: hint.to_owned() });
+        };
+        if !matches!(self.root.attribute("type"), Some("kvm" | "qemu")) {
+            refuse("it is not a QEMU domain", "");
+        }
+        let arch = self.child("os").and_then(|os| attribute_of(os, "type", "arch"));
+        if arch.is_some_and(|arch| arch != "x86_64") {
+            refuse("its processor is not an x86_64 one", "");
+        }
+        let backing = self.child("memoryBacking");
+        let backed = |name| backing.is_some_and(|backing| child(backing, name).is_some());
+        if backed("hugepages") {
+            refuse("its memory is in huge pages, which cannot be freed one by one", "remove <hugepages/> from it");
+        }
+        if backed("locked") {
+            refuse("its memory is locked, so dead memory could not be freed", "remove <locked/> from it");
+        }
+        let allocation = backing.and_then(|backing| attribute_of(backing, "allocation", "mode"));
+        if allocation == Some("immediate") {
+            refuse(
+                "all of its memory is taken at its start, so none is left for what its last guest had",
+                "remove <allocation/>",
+            );
+        }
+        if self.child("launchSecurity").is_some() {
+            refuse("its memory is encrypted (launchSecurity)", "");
+        }
+        let numa = self.child("cpu").and_then(|cpu| child(cpu, "numa"));
+        if numa.is_some_and(|numa| numa.children().filter(|cell| cell.has_tag_name("cell")).count() > 1) {
+            refuse("it has more than one NUMA cell, each with memory of its own", "give it one cell");
+        }
+        if self.devices.children().any(pins_memory) {
+            refuse(
+                "a device of the host that is passed through pins its memory, so dead memory could not be freed",
+                "remove the device from it",
+            );
+        }
+        refusals
+    }
+
+    /// Makes the memory a file that QEMU shares with Hearth.
+    fn share_memory(&self, edits: &mut Edits<'_>) {
+        let (source, access) = ("<source type='memfd'/>", "<access mode='shared'/>");
+        let Some(backing) = self.child("memoryBacking") else {
+            let before = self.child("vcpu").unwrap_or(self.devices);
+            let new = format!("<memoryBacking>\n  {source}\n  {access}\n</memoryBacking>");
+            return edits.add_before(before, &new);
+        };
+        let mut missing = Vec::new();
+        for (name, new) in [("source", source), ("access", access)] {
+            match child(backing, name) {
+                Some(old) => edits.replace(old, new),
+                None => missing.push(new),
+            }
+        }
+        if !missing.is_empty() {
+            edits.add_last(backing, &missing.join("\n"));
+        }
+    }
+
+    /// Has QEMU report a guest's panic, and where its kernel describes itself for dumps. Adds `device`.
+    fn report_crashes(&self, edits: &mut Edits<'_>, device: Option<String>) {
+        let vmcoreinfo = "<vmcoreinfo state='on'/>";
+        match self.child("features") {
+            None => edits.add_before(self.devices, &format!("<features>\n  {vmcoreinfo}\n</features>")),
+            Some(features) => match child(features, "vmcoreinfo") {
+                Some(old) => edits.replace(old, vmcoreinfo),
+                None => edits.add_last(features, vmcoreinfo),
+            },
+        }
+        let panic = self.panic_device().is_none().then(|| "<panic model='isa'/>".to_owned());
+        let is_new = panic.is_some();
+        let devices: Vec<_> = device.into_iter().chain(panic).collect();
+        if !devices.is_empty() {
+            edits.add_last(self.devices, &devices.join("\n"));
+        }
+        if !is_new {
+            return;
+        }
+        // Until now libvirt did not notice a panic: the guest's own setting (`panic=`) decided. What libvirt would do by default is
+        // to destroy the domain.
+        let restart = "<on_crash>restart</on_crash>";
+        match self.child("on_crash") {
+            None => edits.add_before(self.devices, restart),
+            Some(old) if old.text() == Some("destroy") => edits.replace(old, restart),
+            Some(_) => {}
+        }
+    }
+}
+
+fn pins_memory(device: Node<'_, '_>) -> bool {
+    let kind = device.attribute("type");
+    device.has_tag_name("hostdev") && matches!(kind, Some("pci" | "mdev"))
+        || device.has_tag_name("interface") && matches!(kind, Some("hostdev" | "vdpa"))
+        || device.has_tag_name("disk") && matches!(kind, Some("nvme" | "vhostvdpa"))
+}
+
+impl Disk {
+    /// The disk of this element; or why Hearth cannot serve it. Settings without effect are added to `dropped`.
+    fn of(element: Node<'_, '_>, vcpus: u16, dropped: &mut Vec<String>) -> Result<Self, String> {
+        let name = target(element).to_owned();
+        let driver = |attribute| attribute_of(element, "driver", attribute);
+        let path = image(element)?;
+        must_be_plain(element)?;
+        let format = match driver("type") {
+            None | Some("raw") => Format::Raw,
+            Some("qcow2") => Format::Qcow2,
+            Some(other) => return Err(format!("its format is {other}, not raw or qcow2")),
+        };
+        let serial = text_of(element, "serial").unwrap_or_default();
+        let queues = driver("queues").and_then(|queues| queues.parse().ok()).unwrap_or(vcpus);
+        for (attribute, is_default) in [
+            ("iothread", false),
+            ("error_policy", driver("error_policy") == Some("stop")),
+            ("rerror_policy", false),
+            ("copy_on_read", driver("copy_on_read") == Some("off")),
+            ("detect_zeroes", driver("detect_zeroes") == Some("off")),
+        ] {
+            if let Some(value) = driver(attribute).filter(|_| !is_default) {
+                dropped.push(format!("{name}: {attribute}='{value}' has no effect"));
+            }
+        }
+        let (mib_per_second, iops) = limits(element, &name, dropped);
+        Ok(Self {
+            path,
+            format,
+            read_only: child(element, "readonly").is_some(),
+            direct: matches!(driver("cache"), Some("none" | "directsync")),
+            serial: serial.chars().take(SERIAL_BYTES_MAX).collect(),
+            queues: queues.clamp(1, QUEUES_MAX),
+            mib_per_second,
+            iops,
+            name,
+        })
+    }
+}
+
+/// The file or block device of a disk; or why it has none that Hearth can open.
+fn image(disk: Node<'_, '_>) -> Result<PathBuf, String> {
+    let bus = attribute_of(disk, "target", "bus").unwrap_or("unknown");
+    if bus != "virtio" {
+        return Err(format!("its bus is {bus}, not virtio"));
+    }
+    let source = |attribute| attribute_of(disk, "source", attribute).map(PathBuf::from);
+    let path = match disk.attribute("type") {
+        Some("file") => source("file"),
+        Some("block") => source("dev"),
+        Some("vhostuser") => return Err("another program serves it".to_owned()),
+        Some("network") => return Err("it is a network disk".to_owned()),
+        Some("volume") => return Err("it is a volume of a pool; name the volume's file instead".to_owned()),
+        other => return Err(format!("its type is {}", other.unwrap_or("unknown"))),
+    };
+    path.ok_or_else(|| "it has no image".to_owned())
+}
+
+/// Refuses a disk that has something Hearth does not do.
+fn must_be_plain(disk: Node<'_, '_>) -> Result<(), String> {
+    let source = child(disk, "source");
+    let in_source = |name| source.is_some_and(|source| child(source, name).is_some());
+    if child(disk, "encryption").is_some() || in_source("encryption") {
+        return Err("it is encrypted".to_owned());
+    }
+    if disk.attribute("device") == Some("lun") {
+        return Err("it passes SCSI commands on (device='lun')".to_owned());
+    }
+    for (name, why) in [
+        ("transient", "its changes are to be dropped (transient)"),
+        ("shareable", "other domains use it, too (shareable)"),
+        ("mirror", "a block job is under way"),
+    ] {
+        if child(disk, name).is_some() {
+            return Err(why.to_owned());
+        }
+    }
+    if in_source("slices") {
+        return Err("it is a part of its file (slices)".to_owned());
+    }
+    let backing = child(disk, "backingStore").and_then(|backing| backing.attribute("type"));
+    if backing.is_some_and(|kind| !matches!(kind, "file" | "block")) {
+        return Err("its backing image is not a file".to_owned());
+    }
+    let sector = ["logical_block_size", "physical_block_size"].map(|size| attribute_of(disk, "blockio", size));
+    if sector[0].is_some_and(|bytes| bytes != SECTOR_BYTES && bytes != "0") {
+        return Err(format!("its sectors have {} bytes, not {SECTOR_BYTES}", sector[0].unwrap_or_default()));
+    }
+    let driver = |attribute| attribute_of(disk, "driver", attribute) == Some("on");
+    match ["iommu", "ats", "packed"].into_iter().find(|attribute| driver(attribute)) {
+        Some(attribute) => Err(format!("its driver has {attribute}='on'")),
+        None => Ok(()),
+    }
+}
+
+/// Limits of MiB and of operations a second. Others that the disk has are added to `dropped`.
+fn limits(disk: Node<'_, '_>, name: &str, dropped: &mut Vec<String>) -> (Option<u64>, Option<u64>) {
+    let Some(tuning) = child(disk, "iotune") else { return (None, None) };
+    let (mut mib_per_second, mut iops) = (None, None);
+    for limit in tuning.children().filter(Node::is_element) {
+        let value = limit.text().and_then(|value| value.trim().parse::<u64>().ok()).unwrap_or(0);
+        match limit.tag_name().name() {
+            _ if value == 0 => {}
+            "total_bytes_sec" => mib_per_second = Some(value.div_ceil(MIB)),
+            "total_iops_sec" => iops = Some(value),
+            other => dropped.push(format!(
+                "{name}: the limit {other} has no effect; Hearth limits reads and writes together (mib_per_second, iops)"
+            )),
+        }
+    }
+    (mib_per_second, iops)
+}
+
+fn escaped(text: &str) -> String {
+    text.replace('&', "&amp;").replace('<', "&lt;").replace('\'', "&apos;")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const PLAIN: &str = "<domain type='kvm'>
+  <name>web</name>
+  <uuid>7ff91744-3560-45d6-a0c5-e279a76bb8e0</uuid>
+  <memory unit='KiB'>2097152</memory>
+  <currentMemory unit='KiB'>2097152</currentMemory>
+  <vcpu placement='static'>2</vcpu>
+  <os>
+    <type arch='x86_64' machine='pc-q35-7.2'>hvm</type>
+    <boot dev='hd'/>
+  </os>
+  <features>
+    <acpi/>
+    <apic/>
+  </features>
+  <on_poweroff>destroy</on_poweroff>
+  <on_reboot>restart</on_reboot>
+  <on_crash>destroy</on_crash>
+  <devices>
+    <emulator>/usr/bin/qemu-system-x86_64</emulator>
+    <disk type='file' device='disk'>
+      <driver name='qemu' type='qcow2' cache='none' discard='unmap'/>
+      <source file='/var/lib/libvirt/images/web.qcow2'/>
+      <target dev='vda' bus='virtio'/>
+      <serial>root</serial>
+      <address type='pci' domain='0x0000' bus='0x04' slot='0x00' function='0x0'/>
+    </disk>
+    <disk type='file' device='cdrom'>
+      <driver name='qemu' type='raw'/>
+      <target dev='sda' bus='sata'/>
+      <readonly/>
+    </disk>
+    <interface type='network'>
+      <source network='default'/>
+    </interface>
+  </devices>
+</domain>
+";
+
+    fn socket(disk: &str) -> PathBuf {
+        PathBuf::from(format!("/run/hearth/web/disk-{disk}.sock"))
+    }
+
+    fn is_ours(path: &Path) -> bool {
+        path.starts_with("/run/hearth/web")
+    }
+
+    fn refused(xml: &str) -> String {
+        attach(xml, None, socket).unwrap_err().to_string()
+    }
+
+    #[test]
+    fn plain_domain_changes_only_where_it_must() {
+        let attached = attach(PLAIN, Some("cache-map"), socket).unwrap();
+        let expect = PLAIN
+            .replace(
+                "  <vcpu placement",
+                "  <memoryBacking>\n    <source type='memfd'/>\n    <access mode='shared'/>\n  </memoryBacking>\n  <vcpu placement",
+            )
+            .replace("    <apic/>\n", "    <apic/>\n    <vmcoreinfo state='on'/>\n")
+            .replace("<on_crash>destroy", "<on_crash>restart")
+            .replace(
+                "    <disk type='file' device='disk'>
+      <driver name='qemu' type='qcow2' cache='none' discard='unmap'/>
+      <source file='/var/lib/libvirt/images/web.qcow2'/>
+      <target dev='vda' bus='virtio'/>
+      <serial>root</serial>
+",
+                "    <disk type='vhostuser' device='disk'>
+      <driver name='qemu' type='raw' queues='2'/>
+      <source type='unix' path='/run/hearth/web/disk-vda.sock'>
+        <reconnect enabled='yes' timeout='1'/>
+      </source>
+      <target dev='vda' bus='virtio'/>
+",
+            )
+            .replace(
+                "    </interface>\n",
+                "    </interface>
+    <disk type='vhostuser' device='disk'>
+      <driver name='qemu' type='raw' queues='1'/>
+      <source type='unix' path='/run/hearth/web/disk-cache-map.sock'>
+        <reconnect enabled='yes' timeout='1'/>
+      </source>
+      <target dev='vdz' bus='virtio'/>
+    </disk>
+    <panic model='isa'/>
+",
+            );
+        assert_eq!((attached.xml.as_str(), attached.memory_bytes), (expect.as_str(), 2 << 30));
+        let disk = Disk {
+            name: "vda".to_owned(),
+            path: "/var/lib/libvirt/images/web.qcow2".into(),
+            format: Format::Qcow2,
+            read_only: false,
+            direct: true,
+            serial: "root".to_owned(),
+            queues: 2,
+            mib_per_second: None,
+            iops: None,
+        };
+        assert_eq!((attached.disks, attached.left, attached.dropped), (vec![disk], vec![], vec![]));
+        assert_eq!(disk_sockets(&attached.xml).unwrap(), [socket("vda"), socket("cache-map")]);
+        assert!(disk_sockets(PLAIN).unwrap().is_empty());
+        let empty = empty(PLAIN, "probe").unwrap();
+        assert!(
+            empty.contains("<name>probe</name>") && empty.contains("<emulator>/usr/bin/qemu-system-x86_64</emulator>")
+        );
+    }
+
+    #[test]
+    fn detaching_restores_the_definition_and_keeps_later_changes() {
+        let attached = attach(PLAIN, Some("cache-map"), socket).unwrap().xml;
+        assert_eq!(detach(&attached, PLAIN, is_ours).unwrap(), PLAIN);
+        let later = |text: &str| text.replace(">2097152<", ">4194304<").replace("network='default'", "network='lan'");
+        assert_eq!(detach(&later(&attached), PLAIN, is_ours).unwrap(), later(PLAIN));
+        assert_eq!(detach(PLAIN, PLAIN, is_ours).unwrap(), PLAIN, "what is not attached stays");
+    }
+
+    #[test]
+    fn settings_that_were_there_come_back() {
+        let was = PLAIN
+            .replace("  <vcpu placement", "  <memoryBacking>\n    <nosharepages/>\n    <source type='file'/>\n  </memoryBacking>\n  <vcpu placement")
+            .replace("    <apic/>\n", "    <apic/>\n    <vmcoreinfo state='off'/>\n")
+            .replace("    </interface>\n", "    </interface>\n    <panic model='pvpanic'/>\n");
+        let attached = attach(&was, None, socket).unwrap().xml;
+        let neither = PLAIN.replace(
+            "  <vcpu placement",
+            "  <memoryBacking>\n    <nosharepages/>\n  </memoryBacking>\n  <vcpu placement",
+        );
+        assert_eq!(detach(&attach(&neither, None, socket).unwrap().xml, &neither, is_ours).unwrap(), neither);
+        let backing = "<memoryBacking>\n    <nosharepages/>\n    <source type='memfd'/>\n    <access mode='shared'/>\n  </memoryBacking>";
+        assert!(attached.contains(backing), "{attached}");
+        assert!(attached.contains("<vmcoreinfo state='on'/>") && attached.contains("<on_crash>destroy"), "{attached}");
+        assert_eq!(detach(&attached, &was, is_ours).unwrap(), was);
+    }
+
+    #[test]
+    fn memory_has_the_units_of_libvirt() {
+        for (memory, bytes) in [
+            ("<memory>1024</memory>", 1 << 20),
+            ("<memory unit='bytes'>4096</memory>", 4096),
+            ("<memory unit='MB'>2</memory>", 2_000_000),
+            ("<memory unit='GiB'> 3 </memory>", 3 << 30),
+            ("<memory unit='T'>1</memory>", 1 << 40),
+        ] {
+            let xml = PLAIN.replace("<memory unit='KiB'>2097152</memory>", memory);
+            assert_eq!(attach(&xml, None, socket).unwrap().memory_bytes, bytes, "{memory}");
+        }
+    }
+
+    #[test]
+    fn limits_and_settings_without_effect_are_told() {
+        let tuned = PLAIN.replace("cache='none'", "cache='writeback' queues='64' iothread='1'").replace(
+            "<serial>root</serial>",
+            "<iotune><total_bytes_sec>10000000</total_bytes_sec><total_iops_sec>500</total_iops_sec>\
+             <read_iops_sec>9</read_iops_sec><write_iops_sec>0</write_iops_sec></iotune><readonly/>",
+        );
+        let attached = attach(&tuned, None, socket).unwrap();
+        let disk = &attached.disks[0];
+        assert_eq!((disk.mib_per_second, disk.iops, disk.queues), (Some(10), Some(500), QUEUES_MAX));
+        assert!(disk.read_only && !disk.direct && disk.serial.is_empty());
+        let [iothread, limit] = &attached.dropped[..] else { panic!("{:?}", attached.dropped) };
+        assert_eq!(iothread, "vda: iothread='1' has no effect");
+        assert!(limit.contains("read_iops_sec"), "{limit}");
+    }
+
+    #[test]
+    fn disk_that_cannot_be_served_stays() {
+        let second = |element: &str| PLAIN.replace("    <interface", &format!("    {element}\n    <interface"));
+        for (element, why) in [
+            ("<disk type='network' device='disk'><target dev='vdb' bus='virtio'/></disk>", "network"),
+            ("<disk type='file'><source file='/x'/><target dev='vdb' bus='scsi'/></disk>", "scsi"),
+            (
+                "<disk type='file'><driver type='vmdk'/><source file='/x'/><target dev='vdb' bus='virtio'/></disk>",
+                "vmdk",
+            ),
+            (
+                "<disk type='file'><source file='/x'><encryption format='luks'/></source><target dev='vdb' bus='virtio'/></disk>",
+                "encrypted",
+            ),
+            ("<disk type='file'><source file='/x'/><target dev='vdb' bus='virtio'/><shareable/></disk>", "shareable"),
+            (
+                "<disk type='file'><source file='/x'/><target dev='vdb' bus='virtio'/><blockio logical_block_size='4096'/></disk>",
+                "4096",
+            ),
+            ("<disk type='file'><target dev='vdb' bus='virtio'/></disk>", "no image"),
+            ("<disk type='block' device='lun'><source dev='/x'/><target dev='vdb' bus='virtio'/></disk>", "SCSI"),
+        ] {
+            let attached = attach(&second(element), None, socket).unwrap();
+            assert!(attached.xml.contains(element), "{element}");
+            let [left] = &attached.left[..] else { panic!("{element}: {:?}", attached.left) };
+            assert!(left.name == "vdb" && left.why.contains(why), "{left:?}");
+        }
+    }
+
+    #[test]
+    fn domain_that_cannot_be_attached_is_told_all_reasons() {
+        let memory = |element: &str| {
+            PLAIN
+                .replace("  <vcpu placement", &format!("  <memoryBacking>{element}</memoryBacking>\n  <vcpu placement"))
+        };
+        let device = |element: &str| PLAIN.replace("    <interface", &format!("    {element}\n    <interface"));
+        for (xml, why) in [
+            (memory("<hugepages/>"), "huge pages"),
+            (memory("<locked/>"), "locked"),
+            (memory("<allocation mode='immediate'/>"), "all of its memory is taken"),
+            (device("<hostdev mode='subsystem' type='pci'/>"), "passed through"),
+            (PLAIN.replace("bus='virtio'", "bus='sata'"), "vda: its bus is sata"),
+            (PLAIN.replace("type='kvm'", "type='xen'"), "not a QEMU domain"),
+            (PLAIN.replace("<memory unit='KiB'>", "<memory unit='bushels'>"), "no size"),
+            (PLAIN.replace("x86_64", "aarch64"), "x86_64"),
+            (PLAIN.replace("  <features>", "  <cpu><numa><cell/><cell/></numa></cpu>\n  <features>"), "NUMA"),
+        ] {
+            assert!(refused(&xml).contains(why), "{why}: {}", refused(&xml));
+        }
+        let both = memory("<hugepages/>").replace("bus='virtio'", "bus='sata'");
+        assert!(refused(&both).contains("huge pages") && refused(&both).contains("sata"));
+        assert!(attach("<domain", None, socket).is_err() && attach("<domain/>", None, socket).is_err());
+    }
+}
