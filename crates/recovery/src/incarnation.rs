@@ -8,7 +8,7 @@ use std::{fs, io};
 
 use hearth_disk::block::DiskId;
 use hearth_disk::ledger::{Ledger, LedgerError};
-use hearth_memory::{MemoryError, PAGE_BYTES, RamFile};
+use hearth_memory::{MemoryError, RamFile};
 
 /// The files of one incarnation in the machine's memory folder.
 #[derive(Clone)]
@@ -34,22 +34,31 @@ pub enum IncarnationError {
 impl Incarnation {
     /// Creates empty files, in place of those that a dead keeper left under this number. `tracked` asks for a ledger.
     pub fn create(folder: &Path, number: u32, ram_bytes: u64, tracked: bool) -> Result<Self, IncarnationError> {
-        let ram_path = ram_path(folder, number);
-        let ledger_path = ledger_path(folder, number);
-        discard_files(folder, number);
-        let ram = RamFile::create(&ram_path, ram_bytes).map_err(|source| IncarnationError::Ram { number, source })?;
-        let ram_pages = (ram_bytes / PAGE_BYTES) as u32;
+        remove(&ram_path(folder, number));
+        let ram = RamFile::create(&ram_path(folder, number), ram_bytes);
+        let ram = ram.map_err(|source| IncarnationError::Ram { number, source })?;
+        Self::with_ram(folder, number, Arc::new(ram), tracked)
+    }
+
+    /// As `create`, in RAM that exists.
+    pub fn with_ram(folder: &Path, number: u32, ram: Arc<RamFile>, tracked: bool) -> Result<Self, IncarnationError> {
+        remove(&ledger_path(folder, number));
+        let ram_pages = ram.pages() as u32;
         let ledger = tracked
-            .then(|| Ledger::create(&ledger_path, ram_pages))
+            .then(|| Ledger::create(&ledger_path(folder, number), ram_pages))
             .transpose()
             .map_err(|source| IncarnationError::Ledger { number, source })?;
-        Ok(Self { number, ram: Arc::new(ram), ledger: ledger.map(|ledger| Arc::new(Mutex::new(ledger))) })
+        Ok(Self { number, ram, ledger: ledger.map(|ledger| Arc::new(Mutex::new(ledger))) })
     }
 
     /// Opens the files that a dead keeper left.
     pub fn open(folder: &Path, number: u32) -> Result<Self, IncarnationError> {
-        let ram =
-            RamFile::open(&ram_path(folder, number)).map_err(|source| IncarnationError::Ram { number, source })?;
+        let ram = RamFile::open(&ram_path(folder, number));
+        Self::open_with_ram(folder, number, ram.map_err(|source| IncarnationError::Ram { number, source })?)
+    }
+
+    /// As `open`, with RAM that QEMU has made.
+    pub fn open_with_ram(folder: &Path, number: u32, ram: RamFile) -> Result<Self, IncarnationError> {
         let ledger_path = ledger_path(folder, number);
         let ledger = ledger_path
             .exists()
@@ -104,11 +113,13 @@ pub fn numbers_in(folder: &Path) -> BTreeSet<u32> {
 
 /// Removes an incarnation's files, if they exist.
 pub fn discard_files(folder: &Path, number: u32) {
-    for path in [ram_path(folder, number), ledger_path(folder, number)] {
-        match fs::remove_file(&path) {
-            Ok(()) => {}
-            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
-            Err(error) => tracing::warn!(path = %path.display(), %error, "left behind: cannot be removed"),
-        }
+    [ram_path(folder, number), ledger_path(folder, number)].iter().for_each(|path| remove(path));
+}
+
+pub(crate) fn remove(path: &Path) {
+    match fs::remove_file(path) {
+        Ok(()) => {}
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+        Err(error) => tracing::warn!(path = %path.display(), %error, "left behind: cannot be removed"),
     }
 }

@@ -43,6 +43,9 @@ pub struct Journal {
     pub dumps: Vec<DumpNote>,
     /// The QEMU that runs the incarnation. None between two QEMUs.
     pub qemu: Option<QemuIdentity>,
+    /// The memory of its guest, if QEMU is not the keeper's own but libvirt's.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub memory: Option<MemoryNote>,
     /// A keeper took this QEMU over, and has not yet received a message from it at each disk.
     #[serde(default)]
     pub greeting: bool,
@@ -266,6 +269,15 @@ pub struct QemuIdentity {
     pub guest_agent: bool,
 }
 
+/// Guest memory that QEMU itself has made, without a name: a new keeper finds it among QEMU's descriptors.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MemoryNote {
+    /// Device and inode of its file.
+    pub identity: (u64, u64),
+    /// Bytes of it that the guest has below 4 GiB.
+    pub low_bytes: u64,
+}
+
 /// Memory and descriptors of a QEMU process at one moment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FootprintNote {
@@ -300,6 +312,7 @@ impl Journal {
             ember: Vec::new(),
             dumps: Vec::new(),
             qemu: None,
+            memory: None,
             greeting: false,
             hop: None,
             clock_debt: ClockDebt::default(),

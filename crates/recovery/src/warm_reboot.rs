@@ -10,6 +10,7 @@
 //! slow work, releasing unusable pages and deciding the order of trimming, is done in `settle`, beside the guest's boot.
 
 pub mod cache_map;
+pub mod in_place;
 
 use std::time::{Duration, Instant};
 
@@ -24,6 +25,8 @@ use crate::incarnation::{Incarnation, discard_files};
 /// Steps of a warm reboot, in order; the same words in events, metrics and `hearth explain`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Phase {
+    /// Move its blocks out of memory that the next incarnation gets, while the guest stands still (`in_place`).
+    Rescue,
     /// Wait for the I/O of the dead incarnation that is still in flight.
     Drain,
     /// Make its RAM the ember.
@@ -38,11 +41,12 @@ pub enum Phase {
 
 impl Phase {
     /// All phases, in order.
-    pub const ALL: [Self; 5] = [Self::Drain, Self::Bank, Self::Attach, Self::Launch, Self::Settle];
+    pub const ALL: [Self; 6] = [Self::Rescue, Self::Drain, Self::Bank, Self::Attach, Self::Launch, Self::Settle];
 
     /// Name of the phase in events, metrics and `hearth explain`.
     pub fn name(self) -> &'static str {
         match self {
+            Self::Rescue => "rescue",
             Self::Drain => "drain",
             Self::Bank => "bank",
             Self::Attach => "attach",

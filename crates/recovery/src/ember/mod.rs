@@ -29,7 +29,8 @@ use crate::incarnation::{Incarnation, discard_files, ledger_path, lock};
 
 mod source;
 
-use source::{Claims, Source, release_strangers, trim_order};
+pub(crate) use source::trim_order;
+use source::{Claims, Source, release_strangers};
 
 /// Pages that background work handles each time it takes the lock: 64 tags take 50 us, so a disk thread never waits
 /// longer.

@@ -263,7 +263,7 @@ fn release_unnamed(ram: &RamFile, ledger: &Mutex<Ledger>, pages: Range<u32>) -> 
 }
 
 /// Pages oldest first; pages of one age by number, so that punches come in runs.
-pub(super) fn trim_order(ledger: &Ledger) -> Vec<u32> {
+pub(crate) fn trim_order(ledger: &Ledger) -> Vec<u32> {
     let mut pages: Vec<_> = ledger.entries().map(|entry| (entry.age, entry.page.0)).collect();
     pages.sort_unstable_by(|one, other| ledger.older_first(one.0, other.0).then(one.1.cmp(&other.1)));
     pages.into_iter().map(|(_, page)| page).collect()
