@@ -64,6 +64,9 @@ pub enum EventKind {
     IncarnationStarted { generation: u32, warm: bool },
     /// An incarnation has ended.
     IncarnationEnded { cause: EndCause },
+    /// Blocks in the memory of a guest that was reset were taken out of it before the next kernel overwrites them. `released`: their
+    /// pages were given back, because the guest is known to have been reset.
+    BlocksRescued { pages: u64, refused: u64, left: u64, released: bool, duration_ms: f64 },
     /// The guest's kernel panicked.
     GuestPanicked,
     /// The guest stopped feeding its watchdog; `action` is what QEMU did.

@@ -149,6 +149,21 @@ pub enum SaveThen {
 #[serde(default, deny_unknown_fields)]
 pub struct SaveCancel {}
 
+/// libvirt is about to start the domain's QEMU.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct DomainStarts {}
+
+/// libvirt's QEMU has reset the guest.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct DomainReset {}
+
+/// libvirt has ended the domain's QEMU, or could not start it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct DomainEnded {}
+
 /// Tell the guest that a disk's image was resized.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]

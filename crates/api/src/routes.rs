@@ -11,9 +11,9 @@ use serde::de::DeserializeOwned;
 
 use crate::ErrorWord::{self, Failed, NoSuchDisk, NotPossible, WrongState};
 use crate::{
-    Accepted, Age, CrashRequest, DiskSize, DumpDiscard, DumpRequest, DumpResume, EventRecord, Explanation,
-    MachineStatus, ParkRequest, ReadyRequest, RebootRequest, RejuvenateRequest, RemountPlan, ResizeRequest, SaveCancel,
-    SaveRequest, StopRequest, UpgradeRequest,
+    Accepted, Age, CrashRequest, DiskSize, DomainEnded, DomainReset, DomainStarts, DumpDiscard, DumpRequest,
+    DumpResume, EventRecord, Explanation, MachineStatus, ParkRequest, ReadyRequest, RebootRequest, RejuvenateRequest,
+    RemountPlan, ResizeRequest, SaveCancel, SaveRequest, StopRequest, UpgradeRequest,
 };
 
 /// An HTTP method.
@@ -353,6 +353,24 @@ routes! {
              its next boot. Repeating the request changes nothing.",
             cli: "hearth ready NAME",
             errors: &[WrongState],
+        }
+        DomainStarts: "/v1/domain/starts" (DomainStarts) {
+            summary: "Serve the domain's disks, because libvirt is about to start its QEMU",
+            details: "For libvirt's hook. The answer comes when the disks are served.",
+            cli: "hearth hook NAME prepare begin -",
+            errors: &[WrongState, NotPossible, Failed],
+        }
+        DomainReset: "/v1/domain/reset" (DomainReset) {
+            summary: "Note that libvirt's QEMU has reset the guest",
+            details: "For `hearth host`.",
+            cli: "hearth host",
+            errors: &[NotPossible],
+        }
+        DomainEnded: "/v1/domain/ended" (DomainEnded) {
+            summary: "Close the domain's images, because libvirt has ended its QEMU or could not start it",
+            details: "For libvirt's hook. Repeating the request changes nothing.",
+            cli: "hearth hook NAME release end -",
+            errors: &[NotPossible],
         }
     }
 }

@@ -280,6 +280,8 @@ pub enum EndCause {
     Watchdog,
     /// The QEMU process ended, but not because of the guest.
     QemuDied,
+    /// libvirt's QEMU ended; libvirt knows why.
+    QemuEnded,
     /// The operator asked for a reboot.
     OperatorReboot,
     /// The operator asked for a stop.
@@ -295,6 +297,7 @@ impl EndCause {
             Self::Panic => "guest panicked",
             Self::Watchdog => "guest stopped feeding its watchdog",
             Self::QemuDied => "QEMU died",
+            Self::QemuEnded => "QEMU ended",
             Self::OperatorReboot => "reboot was ordered",
             Self::OperatorStop => "stop was ordered",
         }

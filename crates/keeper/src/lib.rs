@@ -10,6 +10,7 @@
 use std::process::ExitCode;
 
 mod age;
+mod attachment;
 mod check;
 mod cli;
 mod client;

@@ -16,13 +16,14 @@ use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 
 use crate::check::life;
-use crate::config::{Config, Configured, InForce};
+use crate::config::{Config, Configured, InForce, Owner};
 use crate::console::Hub;
 use crate::control::{Command, Control, LastAnswer};
 use crate::event::Event;
 use crate::event_log::EventLog;
 use crate::folders::Folders;
 use crate::http::{Context, Server};
+use crate::machine::attached::Attached;
 use crate::machine::inherited_locks::InheritedLocks;
 use crate::machine::lazy_restore::RestoreOrder;
 use crate::machine::{self, ConfigurationFile, End, Machine, MachineError, Next, Outside, QemuChoice, load_journal};
@@ -99,7 +100,12 @@ fn keep(
     // All files created from here on are for this user alone, also in the runtime folder, which QEMU's user may
     // traverse.
     rustix::process::umask(Mode::RWXG | Mode::RWXO);
-    let (binary, chosen) = choose_qemu(&mut now, next.as_deref(), qemu, &folders)?;
+    let owner = now.config.owner;
+    let (binary, chosen) = match owner {
+        Owner::Hearth => choose_qemu(&mut now, next.as_deref(), qemu, &folders)?,
+        // libvirt has its own.
+        Owner::Libvirt => (None, AcceleratorChoice { accelerator: Accelerator::Kvm, why: "libvirt's".to_owned() }),
+    };
     let Configured { config, typed } = now;
     let accelerator = accelerator_in_use(&config.name, &folders, binary.as_ref(), &chosen);
     let event_log = open_event_log(&config.name, &folders, inheritance.take_failure(), misread)?;
@@ -108,13 +114,15 @@ fn keep(
     let last_answer = LastAnswer::default();
     let watchdog = start_watchdog(&config.name, &folders, &event_log)?;
     let shown_config = Arc::new(Mutex::new(serde_json::to_value(&config).expect("a configuration is plain data")));
+    // A keeper that hangs must not end a QEMU of libvirt's.
+    let cuts = (owner == Owner::Hearth).then(|| watchdog.clone());
     let context = Context {
-        control: control(tell.clone(), last_answer.clone(), watchdog.clone()),
+        control: control(tell.clone(), last_answer.clone(), cuts.clone()),
         events: event_log.clone(),
         config: shown_config.clone(),
     };
     let mut server = Server::start(&folders.runtime.join("api.sock"), context)?;
-    let terminated = listen_to_signals(tell.clone(), watchdog.clone())?;
+    let terminated = listen_to_signals(tell.clone(), cuts)?;
     let rehearses = restore.as_ref().and_then(|order| order.trace.as_ref()).is_some_and(|trace| trace.then_stop);
     let (log, started) = (event_log.clone(), Instant::now());
     let outside = Outside { event_log: log, watchdog, console, started, tell, terminated, last_answer };
@@ -130,13 +138,18 @@ fn keep(
         rehearses,
         outside,
     };
-    let ended = Machine::begin(context).and_then(|machine| {
-        machine.run(&events, || {
-            inheritance.forget_predecessor();
-            notify(&Notice::Ready);
-            notify(&Notice::Status("its guest is running".to_owned()));
-        })
-    });
+    let mut tell_ready = |status: &str| {
+        inheritance.forget_predecessor();
+        notify(&Notice::Ready);
+        notify(&Notice::Status(status.to_owned()));
+    };
+    let ended = match owner {
+        Owner::Hearth => {
+            Machine::begin(context).and_then(|machine| machine.run(&events, || tell_ready("its guest is running")))
+        }
+        Owner::Libvirt => Attached::begin(context)
+            .and_then(|attached| attached.run(&events, || tell_ready("ready to serve the domain's disks"))),
+    };
     // Requests that arrive too late are refused now, not after their timeout.
     drop(events);
     if !matches!(ended, Ok(End::HandsOver { .. })) {
@@ -245,9 +258,10 @@ fn choice_of(living: &QemuIdentity) -> AcceleratorChoice {
     AcceleratorChoice { accelerator, why: living.accelerator_why.clone() }
 }
 
-fn control(tell: Sender<Event>, last_answer: LastAnswer, watchdog: Watchdog) -> Control {
+/// `cuts`: ends the machine if its loop does not take an order to stop.
+fn control(tell: Sender<Event>, last_answer: LastAnswer, cuts: Option<Watchdog>) -> Control {
     let control = Control::new(move |command, answer| {
-        if let Command::Order(Order::Stop(request)) = &command {
+        if let (Command::Order(Order::Stop(request)), Some(watchdog)) = (&command, &cuts) {
             watchdog.ordered_to_stop(request.force);
         }
         // A loop that has ended drops the command, and the client gets an error.
@@ -256,8 +270,8 @@ fn control(tell: Sender<Event>, last_answer: LastAnswer, watchdog: Watchdog) -> 
     control.or_last(last_answer)
 }
 
-/// Passes signals on to the loop. Returns a flag that is set when the first one arrives.
-fn listen_to_signals(tell: Sender<Event>, watchdog: Watchdog) -> Result<Arc<AtomicBool>, RunError> {
+/// Passes signals on to the loop. Returns a flag that is set when the first one arrives. `cuts`: as for `control`.
+fn listen_to_signals(tell: Sender<Event>, cuts: Option<Watchdog>) -> Result<Arc<AtomicBool>, RunError> {
     let terminated = Arc::new(AtomicBool::new(false));
     let flag = terminated.clone();
     let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP]).map_err(RunError::Signals)?;
@@ -266,7 +280,9 @@ fn listen_to_signals(tell: Sender<Event>, watchdog: Watchdog) -> Result<Arc<Atom
         .spawn(move || {
             for (nth, _) in signals.forever().enumerate() {
                 flag.store(true, Relaxed);
-                watchdog.ordered_to_stop(nth > 0);
+                if let Some(watchdog) = &cuts {
+                    watchdog.ordered_to_stop(nth > 0);
+                }
                 if tell.send(Event::Terminate).is_err() {
                     return;
                 }

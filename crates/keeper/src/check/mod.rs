@@ -8,7 +8,7 @@
 use hearth_qemu::Binary;
 use hearth_recovery::lazy_restore::Mode;
 
-use crate::config::Config;
+use crate::config::{Config, Owner};
 use crate::parked_guest::find_parked;
 use crate::problem::{Problem, Severity};
 use crate::runtime_root::RuntimeRoot;
@@ -47,6 +47,9 @@ pub fn check(config: &Config, root: &RuntimeRoot, purpose: Purpose) -> Vec<Probl
 /// All problems, and the QEMU that was found, so that a start need not ask it for its version again.
 pub fn check_and_find_qemu(config: &Config, root: &RuntimeRoot, purpose: Purpose) -> (Vec<Problem>, Option<Binary>) {
     let (mut problems, mut found) = (Vec::new(), None);
+    if config.owner == Owner::Libvirt {
+        return (of_domain(config, root, purpose), None);
+    }
     let life = match purpose {
         Purpose::Check | Purpose::TakeOver => Life::of(config),
         Purpose::Run => Life::settled(config),
@@ -66,6 +69,19 @@ pub fn check_and_find_qemu(config: &Config, root: &RuntimeRoot, purpose: Purpose
     network::check(config, life, &mut problems);
     surroundings::check(config, root, &mut problems);
     (problems, found)
+}
+
+/// Problems of a domain of libvirt. libvirt looks after everything but the disks and the machine's own folders.
+fn of_domain(config: &Config, root: &RuntimeRoot, purpose: Purpose) -> Vec<Problem> {
+    let mut problems = Vec::new();
+    let life = if purpose == Purpose::Run { Life::settled(config) } else { Life::of(config) };
+    if life == Life::Kept {
+        problems.push(running_already(&config.name, purpose));
+    }
+    disks::check(config, life, purpose, &mut problems);
+    memory::owner(config, &mut problems);
+    surroundings::check_paths(config, root, &mut problems);
+    problems
 }
 
 /// Problems that would keep the next guest from starting, among the keys that have changed. The keeper already holds

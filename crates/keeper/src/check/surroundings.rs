@@ -10,9 +10,13 @@ use crate::unix_socket::PATH_BYTES_MAX;
 const GENERATION_DIGITS: &str = "9999";
 
 pub fn check(config: &Config, root: &RuntimeRoot, problems: &mut Vec<Problem>) {
+    check_paths(config, root, problems);
+    problems.extend(user(config, rustix::process::geteuid().is_root()));
+}
+
+pub fn check_paths(config: &Config, root: &RuntimeRoot, problems: &mut Vec<Problem>) {
     problems.extend(socket_paths(config));
     problems.extend(earlier_folder(config, root));
-    problems.extend(user(config, rustix::process::geteuid().is_root()));
 }
 
 /// Checking the longest path is enough: shortening it shortens all.

@@ -1,15 +1,24 @@
 //! From a machine's name to its keeper.
 
+use std::fs::OpenOptions;
+use std::io;
+use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::process::CommandExt;
+use std::path::Path;
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use hearth_api::ErrorWord;
 
 use super::{CliError, Context, parked};
+use crate::attachment::Attachment;
 use crate::check::life;
 use crate::client::{Client, ClientError};
 use crate::host_reload::Record;
 use crate::runtime_root::RuntimeRoot;
 
+/// Log of a keeper that another command started, in the machine's runtime folder.
+pub const KEEPER_LOG: &str = "keeper.log";
 /// Time for a keeper to show that it is there.
 const PRESENCE_PATIENCE: Duration = Duration::from_secs(2);
 /// The old keeper has a few seconds to end, the new one a few to start.
@@ -58,6 +67,9 @@ impl Context<'_> {
         }
         // A keeper that does not answer yet may be about to resume its guest.
         let parked = if life::has_keeper(&self.root.machine(name)) { None } else { self.parked(name) };
+        if parked.is_none() && Attachment::of(name).definition().is_ok_and(|definition| definition.is_some()) {
+            return CliError::Off { name: name.to_owned() };
+        }
         parked.unwrap_or_else(|| {
             let others = running(&self.root).into_iter().filter(|other| other != name).collect();
             CliError::NotRunning { name: name.to_owned(), others, root: self.root.path().to_owned() }
@@ -68,6 +80,19 @@ impl Context<'_> {
         let guest = parked::find(&self.root, Record::of_this_host().as_ref(), name)?;
         Some(CliError::Parked { name: name.to_owned(), guest: Box::new(guest) })
     }
+}
+
+/// A command that runs a machine's keeper. It outlives this one, and has a log of its own.
+pub fn keeper_command(root: &RuntimeRoot, name: &str, file: &Path) -> io::Result<Command> {
+    let folder = root.machine(name);
+    std::fs::create_dir_all(&folder)?;
+    let log = OpenOptions::new().create(true).append(true).mode(0o600).open(folder.join(KEEPER_LOG))?;
+    let mut command = Command::new(std::env::current_exe()?);
+    command.arg("--runtime-root").arg(root.path()).arg("run").arg(file);
+    command.stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log);
+    // Ctrl-C must not reach the keeper.
+    command.process_group(0);
+    Ok(command)
 }
 
 /// Names of the machines whose keepers answer.

@@ -12,6 +12,7 @@ use std::process::ExitCode;
 use clap::{Args, Parser, Subcommand};
 use hearth_api::{CrashMethod, CrashRequest, RebootRequest, StopRequest};
 use hearth_disk::image::OverlayError;
+use hearth_libvirt::virsh::VirshError;
 use hearth_recovery::lazy_restore::OrderError;
 use hearth_recovery::snapshot::SnapshotError;
 use hearth_recovery::vmcore::FileError;
@@ -28,6 +29,7 @@ use crate::runtime_root::RuntimeRoot;
 use crate::upgrade::Inheritance;
 
 mod age;
+mod attach;
 mod clone;
 mod configuration;
 mod console;
@@ -35,6 +37,8 @@ mod dump;
 mod events;
 mod explain;
 mod fast_remount;
+mod hook;
+mod host;
 mod host_reload;
 mod lazy_restore;
 mod list;
@@ -158,6 +162,25 @@ enum Verb {
         #[arg(long)]
         take_over: bool,
     },
+    /// Give the disks of a libvirt domain to Hearth.
+    ///
+    /// The domain stays libvirt's. From its next start on, Hearth serves its disks, and its next guest finds what its last one had in
+    /// memory. `attach` shows what it changes, and asks. For a domain that is attached already: takes its new disks.
+    #[command(after_help = "Example: hearth attach web && virsh shutdown web && virsh start web")]
+    Attach(attach::AttachArguments),
+    /// Give the disks of a domain back to libvirt.
+    ///
+    /// What `attach` changed in the domain's definition is undone, from its next start on; other changes stay.
+    #[command(after_help = "Example: hearth detach web")]
+    Detach(attach::DetachArguments),
+    /// Follow libvirt's events for all attached domains.
+    ///
+    /// Runs in the foreground, once a host. With it, a guest that reboots inside its QEMU finds all of its last guest's blocks in
+    /// memory; without it, only those that fit into the budget.
+    Host,
+    /// What libvirt's hook calls.
+    #[command(hide = true)]
+    Hook(hook::HookArguments),
     /// List the machines.
     Ls,
     /// Show a machine's state.
@@ -387,6 +410,8 @@ struct WaitArgument {
 pub enum CliError {
     #[error("{name} is not running; {}", words::others(others, root))]
     NotRunning { name: String, others: Vec<String>, root: PathBuf },
+    #[error("{name} is an attached domain of libvirt; Hearth serves it from its next start on: virsh start {name}")]
+    Off { name: String },
     #[error(
         "the keeper of {name} has died but its QEMU (pid {qemu_pid}) still runs; take it over with `hearth run FILE`"
     )]
@@ -403,6 +428,17 @@ pub enum CliError {
         "{file}: the machine's QEMU (pid {qemu_pid}) still runs; correct the file, then take it over with `hearth run`"
     )]
     CannotTakeOver { file: PathBuf, qemu_pid: u32, problems: Vec<Problem> },
+    #[error("{name} cannot be attached")]
+    NotAttachable { name: String, problems: Vec<Problem> },
+    #[error(transparent)]
+    Virsh(#[from] VirshError),
+    #[error(
+        "{name} is not attached: libvirt does not call Hearth's hook, which was installed after libvirt's start; restart \
+         libvirt (`systemctl restart libvirtd`, or virtqemud where that runs; domains go on) and try again"
+    )]
+    DeadHook { name: String },
+    #[error("{0}")]
+    Hook(String),
     #[error("cannot predict: no machine in {root} has been rejuvenated yet; rejuvenate one first")]
     NoHistory { root: PathBuf },
     #[error("{name}: {what}")]
@@ -452,7 +488,9 @@ pub enum CliError {
 impl CliError {
     fn exit(&self) -> Exit {
         match self {
-            Self::NotRunning { .. } | Self::Orphaned { .. } | Self::Parked { .. } => Exit::NotRunning,
+            Self::NotRunning { .. } | Self::Off { .. } | Self::Orphaned { .. } | Self::Parked { .. } => {
+                Exit::NotRunning
+            }
             Self::Configuration { .. } => Exit::Wrong,
             Self::Unready { problems, .. } => Exit::of(problems),
             Self::CannotTakeOver { .. } => Exit::Later,
@@ -517,6 +555,7 @@ fn complain(error: &CliError) {
         return;
     }
     if let CliError::Configuration { problems, .. }
+    | CliError::NotAttachable { problems, .. }
     | CliError::Unready { problems, .. }
     | CliError::CannotTakeOver { problems, .. } = error
     {
@@ -533,6 +572,10 @@ fn perform(verb: Verb, json: bool, root: Option<PathBuf>, out: &mut dyn Write) -
         Verb::WorkingSet { snapshot, store } => lazy_restore::working_set(context, &snapshot, &store),
         Verb::Check { file: FileArgument { file }, take_over: false } => configuration::check(context, &file),
         Verb::Check { file: FileArgument { file }, take_over: true } => configuration::check_take_over(context, &file),
+        Verb::Attach(arguments) => attach::attach(context, &arguments),
+        Verb::Detach(arguments) => attach::detach(context, &arguments),
+        Verb::Host => host::follow(&context.root),
+        Verb::Hook(arguments) => hook::perform(&context.root, &arguments),
         Verb::Ls => list::list(context),
         Verb::Status(NameArgument { name }) => status::show(context, &name),
         Verb::Console(NameArgument { name }) => console::connect(context, &name),

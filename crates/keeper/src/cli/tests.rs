@@ -64,7 +64,7 @@ fn answer(command: &Command, events: &EventLog) -> Result<Answer, ApiError> {
 fn carry_out(order: &Order, events: &EventLog) {
     let entered = |from, to| events.record(EventKind::StateChanged { from, to });
     match order {
-        Order::Ready(_) => {}
+        Order::Ready(_) | Order::DomainStarts(_) | Order::DomainReset(_) | Order::DomainEnded(_) => {}
         Order::Reboot(request) => {
             events.record(EventKind::IncarnationEnded { cause: EndCause::OperatorReboot });
             events.set_incarnation(3);
@@ -166,6 +166,11 @@ fn every_verb_is_parsed_as_documented() {
     for line in [
         "run web.toml",
         "check web.toml --json",
+        "attach web --check --json",
+        "attach web --yes",
+        "detach web",
+        "host",
+        "hook web prepare begin -",
         "ls --json",
         "status web",
         "console web",

@@ -33,6 +33,11 @@ pub fn describe(event: &EventKind) -> String {
             format!("incarnation started, {}", if *warm { "warm" } else { "cold" })
         }
         EventKind::IncarnationEnded { cause } => format!("incarnation ended: {}", cause.words()),
+        EventKind::BlocksRescued { pages, refused, left, released, duration_ms } => {
+            let how = if *released { "moved" } else { "copied" };
+            let after = milliseconds(*duration_ms);
+            format!("{pages} blocks of the reset guest {how} in {after}, {refused} refused, {left} left behind")
+        }
         EventKind::GuestPanicked => "guest panicked".to_owned(),
         EventKind::WatchdogExpired { action } => format!("guest stopped feeding its watchdog ({action})"),
         EventKind::CrashLoop { delay_s, next_start } => {

@@ -9,7 +9,7 @@ use super::{Config, ConfigFile, Configured};
 use crate::runtime_root::RuntimeRoot;
 
 /// No single file can contain every key; the first one has most of them.
-pub const FILES: [&str; 4] = [
+pub const FILES: [&str; 5] = [
     r#"
         name = "web"
         memory = "256MiB"
@@ -116,6 +116,13 @@ pub const FILES: [&str; 4] = [
         name = "web"
         memory = "256MiB"
         boot.kernel = "vmlinuz"
+    "#,
+    r#"
+        name = "web"
+        owner = "libvirt"
+        memory = "256MiB"
+        [[disks]]
+        path = "root.img"
     "#,
 ];
 

@@ -191,6 +191,7 @@ pub struct Field {
 }
 
 pub const ON_OFF: &[&str] = &["on", "off"];
+pub const OWNERS: &[&str] = &["hearth", "libvirt"];
 pub const ACCELERATORS: &[&str] = &["auto", "kvm", "tcg"];
 pub const ADMISSION: &[&str] = &["dump", "always"];
 pub const ON_PANIC: &[&str] = &["dump+recover", "dump", "recover", "pause"];

@@ -8,7 +8,8 @@ use super::fields::Kind::{Boolean, Choice, Integer, Path, Size, SizeOrPercent, T
 use super::fields::Trust::{Guest, Host, HostUnless, Replaced};
 use super::fields::{
     ACCELERATORS, ADMISSION, COMPRESSIONS, DISK_FORMATS, DISK_TIMES, DUMP_FORMATS, Field, MIRRORS, NET_KINDS,
-    NVRAM_DEVICES, ON_OFF, ON_PANIC, Section, WATCHDOG_ACTIONS, is_own_firmware, is_own_user, is_plain, is_true,
+    NVRAM_DEVICES, ON_OFF, ON_PANIC, OWNERS, Section, WATCHDOG_ACTIONS, is_own_firmware, is_own_user, is_plain,
+    is_true,
 };
 
 /// Rows are `key: type = trust, effect, kind, default in words, example, meaning`. After a `;` follow the subtables.
@@ -46,6 +47,10 @@ fields! {
     ConfigFile(Section::Machine) {
         name: String = Replaced, WithNextStart, Text, "", r#""web""#,
             "Name of the machine: 1 to 32 letters, digits, `-`, `_` or `.`, beginning with a letter or digit.";
+        owner: String = Host, WithNextStart, Choice(OWNERS), "`hearth`", r#""libvirt""#,
+            "Who starts and ends QEMU. `libvirt`: the machine is the domain of this name; `hearth attach` writes the file. \
+             It then has no other keys than `name`, `memory`, `keep_memory`, `ember`, `refill`, `budget_slack`, \
+             `runtime_folder`, `memory_folder`, `[remount]` and `[[disks]]`: libvirt's definition has the rest.";
         memory: String = Guest, WithNextGuest, Size, "", r#""2GiB""#,
             "Guest RAM: a multiple of 2 MiB, from 32MiB to 16TiB.";
         cpus: u32 = Guest, WithNextGuest, Integer { min: 1, max: 255 }, "1", "2",
@@ -85,6 +90,8 @@ fields! {
              without a dump. `pause` leaves the guest paused.";
         budget_slack: String = Guest, AtTakeOver, SizeOrPercent, "`3%`", r#""3%""#,
             "Host memory that the machine's files may use beyond its RAM: a size, or percent of the RAM (0 to 100).";
+        keep_memory: String = Host, AtTakeOver, Time, "`10m`", r#""1h""#,
+            "How long to keep the memory of the last guest while its domain is off; only with `owner = \"libvirt\"`.";
         admission: String = Guest, AtTakeOver, Choice(ADMISSION), "`dump`", r#""always""#,
             "When page faults limit the guest's memory growth, so that dead and living memory together never exceed \
              the budget. `dump`: while a dump holds dead memory. `always`: also while there is only an ember. Without \

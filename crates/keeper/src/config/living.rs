@@ -16,7 +16,7 @@ use hearth_qemu::{Binary, EARLIER_MACHINE_TYPE};
 use toml::{Table, Value};
 
 use super::fields::{Effect, Field, Kind, Section};
-use super::{Config, ConfigFile};
+use super::{Config, ConfigFile, Owner};
 use crate::problem::Problem;
 use crate::runtime_root::RuntimeRoot;
 
@@ -65,8 +65,11 @@ impl Configured {
         }
     }
 
-    /// Sets the machine type, if the file does not.
+    /// Sets the machine type, if the file does not and libvirt does not.
     pub fn or_machine_type(&mut self, machine_type: String) {
+        if self.config.owner == Owner::Libvirt {
+            return;
+        }
         let machine_type = self.config.guest.machine_type.get_or_insert(machine_type);
         self.typed.machine_type = Some(machine_type.clone());
     }
@@ -128,11 +131,17 @@ impl InForce {
             )]
         };
         let mut living: Table = toml::from_str(started_with).map_err(unreadable)?;
-        // Earlier keepers recorded none, and always used the same one.
-        let machine_type = living.entry(MACHINE_TYPE).or_insert_with(|| EARLIER_MACHINE_TYPE.into()).clone();
         let mut asked = today.table();
-        // Kept if the file sets none.
-        asked.entry(MACHINE_TYPE).or_insert(machine_type);
+        // libvirt knows the machine types of its domains.
+        let is_domain = |table: &Table| table.get("owner").and_then(Value::as_str) == Some("libvirt");
+        if !is_domain(&living) {
+            // Earlier keepers recorded none, and always used the same one.
+            let machine_type = living.entry(MACHINE_TYPE).or_insert_with(|| EARLIER_MACHINE_TYPE.into()).clone();
+            // Kept if the file sets none.
+            if !is_domain(&asked) {
+                asked.entry(MACHINE_TYPE).or_insert(machine_type);
+            }
+        }
         let read = |table: &Table| Configured::parse(table, file, root);
         let mixed = merge(&living, &asked, |effect| effect == Effect::AtTakeOver);
         let (table, now, mixes) = match read(&mixed) {

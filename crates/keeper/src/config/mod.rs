@@ -33,7 +33,7 @@ mod snapshot;
 pub use fields::{Effect, Field, Section};
 #[cfg(test)]
 pub use file::FIELDS;
-pub use file::{ConfigFile, ObjectStoreSection};
+pub use file::{ConfigFile, DiskSection, ObjectStoreSection};
 pub use hearth_qemu::Wanted;
 pub use hearth_qemu::launch::Boot;
 pub use living::{Configured, InForce};
@@ -51,6 +51,7 @@ pub struct Config {
     pub name: String,
     /// The file this came from.
     pub file: PathBuf,
+    pub owner: Owner,
     #[serde(flatten)]
     pub guest: GuestConfig,
     #[serde(flatten)]
@@ -68,6 +69,16 @@ pub struct Config {
     /// None: only the ember outlives a reboot.
     pub remount: Option<RemountConfig>,
     pub object_store: ObjectStoreConfig,
+}
+
+/// Who starts and ends QEMU.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Owner {
+    /// Its keeper.
+    Hearth,
+    /// libvirt: the machine is a domain.
+    Libvirt,
 }
 
 /// What the guest sees, apart from its disks and networks.
@@ -135,6 +146,8 @@ pub struct MemoryConfig {
     #[serde(rename = "budget_slack_bytes")]
     pub slack_bytes: u64,
     pub admission: AdmissionMode,
+    /// How long the last guest's memory is kept while its domain is off. None: libvirt does not own the machine.
+    pub keep_memory_s: Option<u64>,
 }
 
 /// Access to object stores, and their cache on this host.

@@ -77,7 +77,7 @@ impl ConfigFile {
         Self::parse(&toml::to_string(&table).expect("a table can be written"))
     }
 
-    fn table(&self) -> Table {
+    pub(super) fn table(&self) -> Table {
         Table::try_from(self).expect("what was typed in TOML is a table")
     }
 }

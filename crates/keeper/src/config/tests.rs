@@ -34,6 +34,7 @@ fn the_smallest_file_gets_every_default() {
     let expect = Config {
         name: "web".into(),
         file: "/machines/web.toml".into(),
+        owner: Owner::Hearth,
         guest: GuestConfig {
             memory_bytes: 1 << 30,
             cpus: 1,
@@ -55,6 +56,7 @@ fn the_smallest_file_gets_every_default() {
             ember: EmberMode::On,
             slack_bytes: ((1_u64 << 30) as f64 * 0.03) as u64,
             admission: AdmissionMode::Dump,
+            keep_memory_s: None,
         },
         on_panic: OnPanic::DumpAndRecover,
         crash: CrashConfig {
@@ -405,5 +407,29 @@ fn missing_file_is_named() {
     assert_eq!(
         problems[0].to_string(),
         "error: /nowhere/web.toml: No such file or directory (os error 2); give the machine's configuration file, for example web.toml"
+    );
+}
+
+#[test]
+fn domain_of_libvirt_has_only_its_own_keys() {
+    let of_domain = |more: &str| {
+        parse(&format!(
+            "name = \"web\"\nowner = \"libvirt\"\nmemory = \"1GiB\"\n{more}\n[[disks]]\npath = \"root.img\"\n"
+        ))
+    };
+    let config = of_domain("refill = \"on\"").unwrap();
+    assert_eq!((config.owner, config.memory.keep_memory_s), (Owner::Libvirt, Some(600)));
+    assert_eq!(of_domain("keep_memory = \"1h\"").unwrap().memory.keep_memory_s, Some(3600));
+    let refused = |more: &str| of_domain(more).unwrap_err().iter().map(ToString::to_string).collect::<Vec<_>>();
+    let hint = "does not work with `owner = \"libvirt\"`; remove it; `virsh edit` changes the domain";
+    assert_eq!(
+        refused("cpus = 2\non_panic = \"dump\""),
+        [format!("error: cpus: {hint}"), format!("error: on_panic: {hint}")]
+    );
+    assert_eq!(refused("[crash]"), [format!("error: crash: {hint}")]);
+    assert_eq!(refused("keep_memory = \"long\"").len(), 1);
+    check(
+        &format!("keep_memory = \"1h\"\n{SMALL}"),
+        &["error: keep_memory: works only with `owner = \"libvirt\"`; remove it"],
     );
 }

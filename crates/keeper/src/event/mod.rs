@@ -36,6 +36,8 @@ pub enum Event {
     Dump { incarnation: u32, message: DumpMessage },
     /// Message from the memory monitor.
     Memory(MemoryMessage),
+    /// A disk asks what is to be tracked, and libvirt's QEMU waits for the answer.
+    DiskAsks(hearth_disk::server::Question),
     /// Message from the thread that grants memory page fault by page fault.
     Admission(AdmissionMessage),
     /// Message from the readiness probe (`remount.ready`).

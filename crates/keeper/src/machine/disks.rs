@@ -10,8 +10,7 @@ use hearth_disk::arrival::MissPolicy;
 use hearth_disk::gate::Gate;
 use hearth_disk::nvram::Nvram;
 use hearth_disk::nvram::pmem::Pmem;
-use hearth_disk::server::{DiskServer, Expected, Notice, Observer, Peer, Tell};
-use hearth_recovery::journal::QemuIdentity;
+use hearth_disk::server::{Ask, DiskServer, Expected, Notice, Observer, Peer, Tell};
 
 use super::backfill::Backfill;
 use super::images::Images;
@@ -139,8 +138,7 @@ impl Disks {
 
     /// From now on, only this QEMU may connect to the disks: one that this keeper took over, or that continues after a
     /// failed hop.
-    pub fn expect_only(&self, qemu: &QemuIdentity) {
-        let peer = Peer { pid: qemu.pid, start_ticks: qemu.start_ticks };
+    pub fn expect_only(&self, peer: Peer) {
         self.servers.iter().for_each(|disk| disk.tell_expected(Expected::these([peer])));
     }
 
@@ -164,6 +162,13 @@ impl Disks {
         let (tell, disk) = (context.outside.tell.clone(), disk.to_owned());
         // Fails only when the loop has ended; then nobody needs the message.
         Arc::new(move |notice| drop(tell.send(Event::Disk { disk: disk.clone(), notice })))
+    }
+
+    /// Sends the disks' questions to the machine's loop.
+    pub fn questions(context: &Context) -> Ask {
+        let tell = context.outside.tell.clone();
+        // Fails only when the loop has ended; the next keeper is asked again.
+        Arc::new(move |question| drop(tell.send(Event::DiskAsks(question))))
     }
 
     /// Gives the servers this gate, which they use before they touch the guest's memory.

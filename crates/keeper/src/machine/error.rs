@@ -54,6 +54,8 @@ pub enum MachineError {
     Restore { name: String, source: Box<RestoreFailure> },
     #[error("cannot make the disk with the cache map")]
     CacheMap(#[source] std::io::Error),
+    #[error("cannot start the thread that watches QEMU")]
+    Watch(#[source] std::io::Error),
     #[error("cannot start the memory monitor's thread")]
     MemoryMonitor(#[source] std::io::Error),
 }

@@ -26,17 +26,18 @@ use super::disks::Disks;
 use super::timeline::LastRecovery;
 use super::warm_reboot::WarmReboot;
 use super::{Context, MachineError, cache_map, launch};
+use crate::config::Owner;
 use crate::folders::lock_owner;
 
 impl Disks {
     /// Opens all images, and serves them once it is known which blocks in memory are valid. `unwritten` says whether
-    /// the guest that a killed keeper left is still alive.
+    /// the guest that a killed keeper left is still alive. `incarnation`: None if QEMU has yet to tell of its memory.
     pub fn open(
         &mut self,
         context: &mut Context,
         warm: &WarmReboot,
         gate: Option<&Gate>,
-        incarnation: &Incarnation,
+        incarnation: Option<&Incarnation>,
         unwritten: Unwritten,
     ) -> Result<(), MachineError> {
         self.images.open.clear();
@@ -91,7 +92,7 @@ impl Disks {
         warm: &WarmReboot,
         gate: Option<&Gate>,
         (position, mut image): (usize, Image),
-        incarnation: &Incarnation,
+        incarnation: Option<&Incarnation>,
         unwritten: Unwritten,
     ) -> Result<DiskServer, MachineError> {
         let disk = &context.config.devices.disks[position];
@@ -99,8 +100,9 @@ impl Disks {
         let socket = context.folders.disk_socket(&disk.name);
         let tell = Some(Self::notices(context, &disk.name));
         let (gate, write_through) = (gate.cloned(), context.journal.write_through.contains(&disk.name));
-        let options = DiskOptions { gate, tell, write_through, ..launch::disk_options(position, disk, socket) };
-        let tracking = warm_reboot::tracking(incarnation, &warm.tagger, &warm.sources);
+        let ask = (context.config.owner == Owner::Libvirt).then(|| Self::questions(context));
+        let options = DiskOptions { gate, tell, ask, write_through, ..launch::disk_options(position, disk, socket) };
+        let tracking = incarnation.and_then(|it| warm_reboot::tracking(it, &warm.tagger, &warm.sources));
         let server = DiskServer::start(options, image, tracking)
             .map_err(|source| MachineError::Server { disk: disk.name.clone(), source })?;
         Self::watch(context, &server);
@@ -129,6 +131,7 @@ impl Disks {
             read_only: true,
             tracked: false,
             gate: gate.cloned(),
+            expected: launch::nobody_yet(),
             tell: Some(Self::notices(context, cache_map::NAME)),
             ..DiskOptions::new(id, cache_map::NAME, context.folders.disk_socket(cache_map::NAME))
         };
@@ -141,7 +144,7 @@ impl Disks {
 
     /// Compares the images with the last keeper's notes. All are locked, so nobody else changes them from now on.
     /// `incarnation`: a living guest that this keeper took over; its ledger may hold blocks of the images.
-    fn judge(&mut self, context: &Context, warm: &WarmReboot, incarnation: &Incarnation, unwritten: Unwritten) {
+    fn judge(&mut self, context: &Context, warm: &WarmReboot, incarnation: Option<&Incarnation>, unwritten: Unwritten) {
         let Some(Gap { noted, is_start }) = self.images.gap.take() else { return };
         if !noted.as_ref().is_some_and(Notes::are_of_this_process) {
             for (position, open) in self.images.open.iter().enumerate() {
@@ -153,7 +156,7 @@ impl Disks {
                     None => Some("there is no note of the image's earlier state".to_owned()),
                 };
                 if let Some(why) = doubt {
-                    warm.forget_disk(context, position, why, Some(incarnation));
+                    warm.forget_disk(context, position, why, incarnation);
                 }
             }
         }
@@ -181,6 +184,19 @@ impl Disks {
             unnoted(&error);
             self.images.at_rest()
         }));
+    }
+
+    /// Closes the images before a wait in which other programs may use them. Call it when the disks are drained.
+    pub fn close_for_wait(&mut self, context: &mut Context, warm: &WarmReboot) {
+        // Tables of a qcow2 image that are held outside of it would change the image after its note.
+        for disk in &self.servers {
+            if let Err(error) = disk.commit() {
+                tracing::warn!(disk = disk.name(), %error, "cannot write the image's tables; its blocks will be dropped");
+            }
+        }
+        self.note_idle(context, warm);
+        std::mem::take(&mut self.servers).into_iter().for_each(DiskServer::stop);
+        context.qemu.locks.0.clear();
     }
 
     /// Compares the images after the wait, before blocks in memory are used or saved. Returns the disks whose blocks
@@ -252,7 +268,7 @@ impl Disks {
         self.servers.pop().into_iter().for_each(DiskServer::stop);
         context.qemu.locks.0[position].clear();
         let image = self.open_image(context, position)?;
-        let server = Self::serve(context, warm, gate, (position, image), next, Unwritten::Drop)?;
+        let server = Self::serve(context, warm, gate, (position, image), Some(next), Unwritten::Drop)?;
         self.servers.push(server);
         self.servers.extend(after);
         Ok(())

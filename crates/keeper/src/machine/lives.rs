@@ -36,7 +36,7 @@ impl Machine {
     /// Opens the disks' images and serves them to the guest of this incarnation.
     pub(super) fn open_disks(&mut self, incarnation: &Incarnation, unwritten: Unwritten) -> Result<(), MachineError> {
         let gate = self.lazy_restore.gate().or_else(|| self.memory.disk_gate());
-        self.disks.open(&mut self.context, &self.warm_reboot, gate.as_ref(), incarnation, unwritten)
+        self.disks.open(&mut self.context, &self.warm_reboot, gate.as_ref(), Some(incarnation), unwritten)
     }
 
     /// Starts to thaw the guest's file systems, through its current QEMU.

@@ -64,6 +64,7 @@
 mod access;
 mod actions;
 mod age;
+pub mod attached;
 mod backfill;
 mod cache_map;
 mod context;
@@ -383,7 +384,9 @@ impl Machine {
             | Event::Restore { .. }
             | Event::Harvested { .. }
             | Event::WentOn { .. }
-            | Event::Thaw { .. } => {}
+            | Event::Thaw { .. }
+            // A QEMU of libvirt's: see `attached`.
+            | Event::DiskAsks(_) => {}
         }
         Ok(())
     }

@@ -20,7 +20,7 @@ use hearth_api::{
     ApiError, EndCause, ErrorWord, EventKind, MachineState, PhaseTime, QemuStatus, RejuvenateRequest, Rejuvenation,
     Unparked, rfc3339,
 };
-use hearth_disk::server::inflight_name;
+use hearth_disk::server::{Peer, inflight_name};
 use hearth_qemu::{Accelerator, Binary, BinaryError, Qmp, QmpError, Version, memory_of};
 use hearth_recovery::journal::{HopNote, Journal, JournalError, QemuIdentity, Staged};
 use hearth_recovery::rejuvenation::{self, Handed, Hop, Phase, RejuvenationError, Standstill, Target, Ticker};
@@ -294,7 +294,7 @@ impl Disks {
 
     /// The disks are for the QEMU that has the guest again, and for no other.
     fn close_to_others(&self, living: &QemuIdentity) {
-        self.expect_only(living);
+        self.expect_only(Peer { pid: living.pid, start_ticks: living.start_ticks });
         self.end_handover();
     }
 

@@ -3,22 +3,24 @@
 use std::borrow::Cow;
 
 use hearth_api::{
-    DiskStatus, DumpStatus, EmberStatus, KeeperStatus, MachineStatus, MemoryStatus, NetStatus, Recovery, Refused,
+    AdmissionStatus, DiskStatus, DumpStatus, EmberStatus, KeeperStatus, MachineStatus, MemoryStatus, NetStatus,
+    Recovery, Refused,
 };
 use hearth_disk::server::DiskServer;
 use hearth_memory::PAGE_BYTES;
 
+use super::disks::Disks;
 use super::gate::MemoryGate;
 use super::nvram::nvram_bytes;
 use super::start::Start;
-use super::{Machine, save};
+use super::warm_reboot::WarmReboot;
+use super::{Context, Machine, save};
 use crate::config::{DiskConfig, NetConfig};
 
 impl Machine {
     pub(super) fn status(&self) -> MachineStatus {
         let config = &self.context.config;
         let life = self.state.guest();
-        let disks = config.devices.disks.iter().zip(&self.disks.servers);
         let dumps = self.crash_recovery.dumps.statuses();
         MachineStatus {
             name: config.name.clone(),
@@ -28,24 +30,14 @@ impl Machine {
             incarnation: self.context.journal.incarnation,
             cause_of_last_end: self.crash_recovery.last_end,
             uptime_s: life.map_or(0.0, |life| life.began.elapsed().as_secs_f64()),
-            keeper: KeeperStatus {
-                pid: std::process::id(),
-                version: env!("CARGO_PKG_VERSION").to_owned(),
-                uptime_s: self.context.outside.started.elapsed().as_secs_f64(),
-                loop_stall_ms_max: self.context.outside.watchdog.main().longest().as_secs_f64() * 1e3,
-            },
+            keeper: self.context.keeper_status(),
             qemu: life.map(|life| life.generation.status()),
-            memory: self.memory_status(),
-            disks: disks
-                .map(|(config, server)| DiskStatus {
-                    arrival: self.disks.backfill.status(&config.name),
-                    ..disk_status(config, server)
-                })
-                .collect(),
+            memory: self.warm_reboot.memory_status(&self.context, self.memory.gate.as_ref().map(MemoryGate::status)),
+            disks: self.disks.statuses(&self.context),
             nvram: self.disks.nvram_statuses(&self.context, life.is_some()),
             nets: config.devices.nets.iter().map(net_status).collect(),
             ledger_pages: life.map_or(0, |life| life.incarnation.ledger_pages()),
-            ember: self.ember_status(),
+            ember: self.warm_reboot.ember_status(&self.context),
             parking_since: self.rejuvenation.parking.as_ref().map(|parking| parking.since.clone()),
             rejuvenating_since: self.rejuvenation.hops_since(),
             last_rejuvenation: self.rejuvenation.last.clone(),
@@ -70,32 +62,57 @@ impl Machine {
         recovery.dump = dumps.iter().find(|dump| !dump.live && dump.incarnation + 1 == recovery.incarnation).cloned();
         Some(recovery)
     }
+}
 
-    fn memory_status(&self) -> MemoryStatus {
-        let usage = self.warm_reboot.monitor.usage();
-        let nvram_bytes = nvram_bytes(&self.context);
+impl Context {
+    pub fn keeper_status(&self) -> KeeperStatus {
+        KeeperStatus {
+            pid: std::process::id(),
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+            uptime_s: self.outside.started.elapsed().as_secs_f64(),
+            loop_stall_ms_max: self.outside.watchdog.main().longest().as_secs_f64() * 1e3,
+        }
+    }
+}
+
+impl Disks {
+    pub fn statuses(&self, context: &Context) -> Vec<DiskStatus> {
+        let disks = context.config.devices.disks.iter().zip(&self.servers);
+        disks
+            .map(|(config, server)| DiskStatus {
+                arrival: self.backfill.status(&config.name),
+                ..disk_status(config, server)
+            })
+            .collect()
+    }
+}
+
+impl WarmReboot {
+    pub fn memory_status(&self, context: &Context, admission: Option<AdmissionStatus>) -> MemoryStatus {
+        let usage = self.monitor.usage();
+        let nvram_bytes = nvram_bytes(context);
         MemoryStatus {
-            ram_bytes: self.context.config.guest.memory_bytes,
+            ram_bytes: context.config.guest.memory_bytes,
             resident_bytes: usage.live_bytes,
             ember_bytes: usage.ember_bytes,
-            held_bytes: self.warm_reboot.ember.held_bytes(),
+            held_bytes: self.ember.held_bytes(),
             dump_buffer_bytes: usage.buffer_bytes,
-            boot_set_bytes: self.warm_reboot.sources.boot_set.as_ref().map_or(0, |boot_set| boot_set.resident_bytes()),
+            boot_set_bytes: self.boot_set().map_or(0, |boot_set| boot_set.resident_bytes()),
             nvram_bytes,
-            budget_bytes: self.warm_reboot.budget.limit_bytes(false)
-                + self.context.config.remount_bytes()
-                + self.context.config.devices.nvram_bytes(),
-            headroom_bytes: self.warm_reboot.budget.headroom_bytes,
+            budget_bytes: self.budget.limit_bytes(false)
+                + context.config.remount_bytes()
+                + context.config.devices.nvram_bytes(),
+            headroom_bytes: self.budget.headroom_bytes,
             // NVRAM takes its memory before the first guest starts, and releases it after the last one.
-            peak_bytes: self.warm_reboot.monitor.peak_bytes() + nvram_bytes,
-            admission: self.memory.gate.as_ref().map(MemoryGate::status),
+            peak_bytes: self.monitor.peak_bytes() + nvram_bytes,
+            admission,
         }
     }
 
-    fn ember_status(&self) -> EmberStatus {
-        let counts = self.warm_reboot.ember.counts();
+    pub fn ember_status(&self, context: &Context) -> EmberStatus {
+        let counts = self.ember.counts();
         EmberStatus {
-            mode: self.context.config.memory.ember,
+            mode: context.config.memory.ember,
             pages_kept: counts.kept,
             kept_bytes: counts.kept * PAGE_BYTES,
             pages_served: counts.served,

@@ -14,7 +14,7 @@ use std::sync::Arc;
 use hearth_api::EventKind;
 use hearth_disk::arrival::MissPolicy;
 use hearth_disk::image::Unwritten;
-use hearth_disk::server::DiskServer;
+use hearth_disk::server::{DiskServer, Peer};
 use hearth_memory::RamFile;
 use hearth_qemu::QmpError;
 use hearth_recovery::ember::EmberError;
@@ -78,7 +78,7 @@ impl Machine {
         };
         // Serve the disks first: QEMU may be waiting for them, and QMP with it.
         self.open_disks(&incarnation, Unwritten::Keep)?;
-        self.disks.expect_only(&identity);
+        self.disks.expect_only(Peer { pid: identity.pid, start_ticks: identity.start_ticks });
         self.disks.admit(&self.context, identity.pid);
         let pid = identity.pid;
         let mut generation = match Generation::adopt(&self.context, process, identity, userfault) {
@@ -242,13 +242,13 @@ impl Machine {
 }
 
 /// Refuses other disks: a mounted file system must not get another image.
-fn must_serve_the_same_disks(journal: &Journal, config: &Config, qemu_pid: u32) -> Result<(), MachineError> {
+pub(super) fn must_serve_the_same_disks(journal: &Journal, config: &Config, qemu_pid: u32) -> Result<(), MachineError> {
     let Some(what) = difference(&journal.disks, &launch::disk_identities(&config.devices)) else { return Ok(()) };
     Err(MachineError::OtherDisks { name: config.name.clone(), qemu_pid, what })
 }
 
 /// Refuses an image that was replaced by another file. `exchanged`: the first such file, with the name of its disk.
-fn must_find_the_same_files(
+pub(super) fn must_find_the_same_files(
     config: &Config,
     qemu_pid: u32,
     exchanged: Option<(String, PathBuf)>,

@@ -103,6 +103,14 @@ impl WarmReboot {
         }
     }
 
+    /// Reads the map of a guest whose memory the next one is about to get, and puts it into the file. Waits for it, but not for longer
+    /// than this.
+    pub fn read_cache_map(&self, dead: &Incarnation, at_most: Duration) -> Option<MemoryMessage> {
+        let file = self.cache_map.as_ref()?;
+        file.begin(Awaited::new(dead, &self.sources, None));
+        Reading::begin_of(file, dead.ram.clone(), dead.ledger.clone()?)?.end_within(at_most, "the guest waits")
+    }
+
     /// Begins to keep the map of the machine's last guest for its next start. Call it before the guest is banked.
     pub fn begin_keeping_cache_map(&mut self, dead: &Incarnation, registers: impl FnOnce() -> Option<Vec<u8>>) {
         let Some(file) = self.cache_map.clone() else { return };

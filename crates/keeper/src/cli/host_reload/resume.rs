@@ -1,14 +1,12 @@
 //! Resume: starts a keeper for every prepared machine and waits until all run.
 
-use std::fs::OpenOptions;
-use std::os::unix::fs::OpenOptionsExt;
-use std::os::unix::process::CommandExt;
 use std::path::Path;
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Command};
 use std::time::{Duration, Instant};
 
 use hearth_api::{EventKind, EventRecord, MachineState, MachineStatus, milliseconds_of};
 
+use super::super::machine::keeper_command;
 use super::super::text::milliseconds;
 use super::super::{CliError, Context, Exit};
 use crate::check::life;
@@ -137,17 +135,8 @@ fn start_unit(unit: &str) -> Result<(), String> {
     }
 }
 
-/// The keeper outlives this command and logs to `keeper.log` in its runtime folder.
 fn spawn(root: &RuntimeRoot, record: &Path, machine: &MachineNote) -> std::io::Result<Child> {
-    let folder = root.machine(&machine.name);
-    std::fs::create_dir_all(&folder)?;
-    let log = OpenOptions::new().create(true).append(true).mode(0o600).open(folder.join("keeper.log"))?;
-    let mut command = Command::new(std::env::current_exe()?);
-    command.arg("--runtime-root").arg(root.path()).arg("run").arg(&machine.file);
-    command.env(PLACE_VARIABLE, record);
-    command.stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log);
-    // Ctrl-C must not reach the keeper.
-    command.process_group(0).spawn()
+    keeper_command(root, &machine.name, &machine.file)?.env(PLACE_VARIABLE, record).spawn()
 }
 
 fn await_running(

@@ -11,12 +11,13 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use hearth_api::EmberMode;
+use toml::Value;
 
 use super::file::WatchdogSection;
-use super::quantity::{size_bytes, slack_bytes};
+use super::quantity::{seconds, size_bytes, slack_bytes};
 use super::{
-    AdmissionMode, Config, ConfigFile, DevicesConfig, FoldersConfig, GuestConfig, MemoryConfig, OnPanic, QemuConfig,
-    Wanted, WatchdogAction,
+    AdmissionMode, Config, ConfigFile, DevicesConfig, FoldersConfig, GuestConfig, MemoryConfig, OnPanic, Owner,
+    QemuConfig, Wanted, WatchdogAction,
 };
 use crate::folders::CACHE_MAP;
 use crate::problem::Problem;
@@ -30,6 +31,21 @@ const MEMORY_BYTES_MAX: u64 = 16 << 40;
 const MEMORY_BYTES_STEP: u64 = 2 << 20;
 const NAME_BYTES_MAX: usize = 32;
 const DEFAULT_SLACK: &str = "3%";
+const DEFAULT_KEEP_MEMORY: &str = "10m";
+/// What the file of a domain of libvirt may have.
+const OF_DOMAIN: [&str; 11] = [
+    "name",
+    "owner",
+    "memory",
+    "keep_memory",
+    "ember",
+    "refill",
+    "budget_slack",
+    "runtime_folder",
+    "memory_folder",
+    "disks",
+    "remount",
+];
 /// More threads only wait for the disk.
 const DUMP_THREADS_MAX: usize = 4;
 /// For root; other users get their user id appended, because one user's folder is closed to another.
@@ -117,6 +133,11 @@ pub fn resolve(
 ) -> Option<Config> {
     let folder = file.parent().unwrap_or(Path::new("/"));
     let mut resolver = Resolver { folder, blamed, problems };
+    let owner = if typed.owner.as_deref() == Some("libvirt") { Owner::Libvirt } else { Owner::Hearth };
+    if owner == Owner::Libvirt {
+        resolver.must_leave_to_libvirt(&typed);
+    }
+    let keep_memory_s = resolver.keep_memory(typed.keep_memory, owner);
     let name = resolver.machine_name(typed.name);
     let memory_bytes = resolver.memory_bytes(typed.memory);
     let slack = typed.budget_slack.unwrap_or_else(|| DEFAULT_SLACK.to_owned());
@@ -170,6 +191,7 @@ pub fn resolve(
     Some(Config {
         name: name?,
         file: file.to_owned(),
+        owner,
         guest,
         devices: DevicesConfig { disks, nvram, pmem, nets },
         qemu,
@@ -178,6 +200,7 @@ pub fn resolve(
             ember,
             slack_bytes: budget_slack_bytes?,
             admission: admission(typed.admission.as_deref()),
+            keep_memory_s,
         },
         on_panic: on_panic(typed.on_panic.as_deref()),
         crash: crash?,
@@ -267,6 +290,31 @@ impl Resolver<'_> {
                 None
             }
         }
+    }
+
+    fn must_leave_to_libvirt(&mut self, typed: &ConfigFile) {
+        let table = typed.table();
+        let is_given = |value: &Value| value.as_array().is_none_or(|items| !items.is_empty());
+        for (key, _) in table.iter().filter(|(key, value)| is_given(value) && !OF_DOMAIN.contains(&key.as_str())) {
+            let hint = "remove it; `virsh edit` changes the domain";
+            self.problem(key, "does not work with `owner = \"libvirt\"`", hint);
+        }
+    }
+
+    fn keep_memory(&mut self, typed: Option<String>, owner: Owner) -> Option<u64> {
+        if owner == Owner::Hearth {
+            if typed.is_some() {
+                self.problem("keep_memory", "works only with `owner = \"libvirt\"`", "remove it");
+            }
+            return None;
+        }
+        let text = typed.as_deref().unwrap_or(DEFAULT_KEEP_MEMORY);
+        let kept = seconds(text);
+        if kept.is_none() {
+            let hint = "write a number with s, m, h or d: \"10m\", \"1h\"";
+            self.problem("keep_memory", format!("\"{text}\" is not a time"), hint);
+        }
+        kept
     }
 
     fn size(&mut self, subject: &str, text: &str) -> Option<u64> {

@@ -11,6 +11,7 @@ fn shown() -> Value {
     json!({
         "name": "web",
         "file": "/machines/web.toml",
+        "owner": "hearth",
         "memory_bytes": 256 << 20,
         "cpus": 2,
         "cpu_model": "max",
@@ -55,6 +56,7 @@ fn shown() -> Value {
         "object_store": { "credentials": "/machines/s3.env", "folder": "/machines/objects", "cache_bytes": 1 << 30 },
         "budget_slack_bytes": 13_421_772,
         "admission": "always",
+        "keep_memory_s": null,
         "sandbox": true,
         "guest_agent": true,
         "boot": {
@@ -103,6 +105,7 @@ fn absent_keys_are_shown_as_null() {
     let small = serde_json::to_value(parse(SMALL).unwrap()).unwrap();
     assert_eq!(keys(&small), keys(&shown()));
     let nulls = small.as_object().unwrap().iter().filter(|(_, value)| value.is_null()).map(|(key, _)| key.as_str());
-    let expect = ["cpu_model", "machine_type", "qemu", "qemu_user", "rejuvenate", "remount", "watchdog"];
+    let expect =
+        ["cpu_model", "keep_memory_s", "machine_type", "qemu", "qemu_user", "rejuvenate", "remount", "watchdog"];
     assert_eq!(nulls.collect::<Vec<_>>(), expect);
 }

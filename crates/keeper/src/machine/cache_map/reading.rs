@@ -3,10 +3,11 @@
 //! The memory monitor begins it when a guest was banked, settles the ember when it is over, and gives it up when the next guest needs
 //! the memory.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use hearth_disk::ledger::Ledger;
 use hearth_memory::RamFile;
 use hearth_recovery::ember::Ember;
 use hearth_recovery::incarnation::Incarnation;
@@ -32,8 +33,14 @@ pub struct Reading {
 impl Reading {
     /// Begins to read the map that is awaited, and puts it into the file. None: none is awaited, or its guest is not banked yet.
     pub fn begin(file: &Arc<CacheMapFile>, ember: &Ember) -> Option<Self> {
+        let incarnation = file.awaited().as_ref()?.incarnation;
+        let (ram, ledger) = ember.unsettled_memory(incarnation)?;
+        Self::begin_of(file, ram, ledger)
+    }
+
+    /// As `begin`, of a guest with this memory.
+    pub fn begin_of(file: &Arc<CacheMapFile>, ram: Arc<RamFile>, ledger: Arc<Mutex<Ledger>>) -> Option<Self> {
         let awaited = file.awaited().clone()?;
-        let (ram, ledger) = ember.unsettled_memory(awaited.incarnation)?;
         let (of_thread, patience, give_up) = (file.clone(), patience(&ram), awaited.give_up.clone());
         let begun = Self::start(patience, give_up, move || {
             let map = of_thread.map_of(ram, &ledger, &awaited);

@@ -1,0 +1,544 @@
+//! Attached: a domain of libvirt. libvirt starts and ends its QEMU; the keeper serves its disks and keeps its memory.
+//!
+//! ```text
+//!         libvirt is about to start QEMU        QEMU has told a disk of its memory
+//!   Off ---------------------------------> Awaited -------------------------------> Running
+//!    ^                                        | libvirt could not start it             | QEMU has ended
+//!    +----------------------------------------+----------------------------------------+
+//! ```
+//!
+//! It is made of the same parts as a `Machine`, and does with a dead guest what that does: drain, bank, settle. QEMU's memory has no
+//! name (memfd): it outlives QEMU because the keeper has a descriptor of it, and ends with the keeper. While the domain is off its
+//! images are closed, so that other programs can use them; they are compared with their notes before the next start. The dead guest's
+//! memory is kept for a time, and then only boot set and cache map are left.
+//!
+//! A guest that is reset inside its QEMU is the other way (`in_place`).
+//!
+//! libvirt's hook tells when a start begins and when QEMU has ended (`hearth hook`); libvirt's file with QEMU's pid tells which
+//! process may connect. Nothing here speaks with libvirt.
+
+mod in_place;
+mod orders;
+
+use std::fs;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, RecvTimeoutError};
+use std::time::{Duration, Instant};
+
+use hearth_api::{EmberMode, EndCause, EventKind, MachineState};
+use hearth_disk::image::Unwritten;
+use hearth_disk::server::{DiskServer, Peer, Question, ToldMemory};
+use hearth_memory::{FileOffset, GuestPhysicalAddress, Layout, Place, RamFile};
+use hearth_qemu::{Accelerator, Binary, Process, ProcessId, file_of};
+use hearth_recovery::incarnation::{Incarnation, discard_files, numbers_in};
+use hearth_recovery::journal::{MemoryNote, QemuIdentity};
+use hearth_recovery::warm_reboot::{Phase, tracking};
+
+use super::disks::Disks;
+use super::fast_remount::FastRemount;
+use super::leftovers::{self, Needed};
+use super::takeover::{must_find_the_same_files, must_serve_the_same_disks};
+use super::timeline::{LastRecovery, Timeline};
+use super::warm_reboot::WarmReboot;
+use super::{Context, End, MachineError, access, launch};
+use crate::attachment::Attachment;
+use crate::event::Event;
+use in_place::Resets;
+
+/// libvirt's files with the pids of its QEMUs, each there before its QEMU runs.
+const PID_FOLDER: &str = "/run/libvirt/qemu";
+/// How often to look for the QEMU that libvirt is starting. It connects to its disks about 0.1 s after it has its pid.
+const LOOK_EVERY: Duration = Duration::from_millis(10);
+
+/// A domain of libvirt under its keeper.
+pub struct Attached {
+    context: Context,
+    warm_reboot: WarmReboot,
+    fast_remount: FastRemount,
+    disks: Disks,
+    state: State,
+    recovery: LastRecovery,
+    last_end: Option<EndCause>,
+    /// When the dead guest's memory is released, if the domain is still off then.
+    release_at: Option<Instant>,
+    resets: Resets,
+    /// By a signal. Its guest, if it has one, waits for the next keeper.
+    is_told_to_end: bool,
+}
+
+enum State {
+    /// The domain has no QEMU. The images are closed.
+    Off,
+    /// The disks are served, and libvirt is starting QEMU: a process that is not older than this.
+    Awaited {
+        since_ticks: u64,
+        process: Option<Process>,
+    },
+    Running(Life),
+    Stopped,
+}
+
+/// A QEMU of libvirt's that has told its memory.
+struct Life {
+    process: Process,
+    /// None: nothing of its memory is kept.
+    incarnation: Option<Incarnation>,
+    began: Instant,
+    /// Why nothing is kept was reported.
+    is_reported: bool,
+}
+
+impl Attached {
+    /// Takes over the QEMU that a dead keeper has served, if there is one.
+    pub fn begin(context: Context) -> Result<Self, MachineError> {
+        let warm_reboot = WarmReboot::start(&context)?;
+        let disks = Disks::after_gap(&context.folders.memory);
+        let mut attached = Self {
+            context,
+            warm_reboot,
+            fast_remount: FastRemount::default(),
+            disks,
+            state: State::Off,
+            recovery: LastRecovery::default(),
+            last_end: None,
+            release_at: None,
+            resets: Resets::default(),
+            is_told_to_end: false,
+        };
+        let version = env!("CARGO_PKG_VERSION").to_owned();
+        attached.context.record(EventKind::Started { pid: std::process::id(), version });
+        attached.warm_reboot.report_left_out(&attached.context);
+        if attached.take_over()? {
+            attached.warm_reboot.divide_disks(&attached.context, &attached.disks);
+        } else {
+            let folder = &attached.context.folders.memory;
+            numbers_in(folder).into_iter().for_each(|number| discard_files(folder, number));
+            leftovers::remove(&attached.context.folders.runtime, &Needed::default());
+            attached.disks.images.begin_start();
+            attached.warm_reboot.begin_without_memory();
+            // The last keeper may have died while libvirt was starting a QEMU.
+            if attached.find_qemu(0).is_some() {
+                attached.serve(0)?;
+            }
+        }
+        attached.tell_state();
+        Ok(attached)
+    }
+
+    /// Handles events until the keeper is told to end. `tell_ready`: what follows once it takes requests.
+    pub fn run(mut self, events: &Receiver<Event>, tell_ready: impl FnOnce()) -> Result<End, MachineError> {
+        tell_ready();
+        while !matches!(self.state, State::Stopped) && !self.is_told_to_end {
+            let event = match self.deadline() {
+                None => events.recv().map_err(|_| RecvTimeoutError::Disconnected),
+                Some(deadline) => events.recv_timeout(deadline.saturating_duration_since(Instant::now())),
+            };
+            self.context.outside.watchdog.main().begin();
+            let handled = match event {
+                Ok(event) => self.handle(event),
+                Err(RecvTimeoutError::Timeout) => self.time_is_up(),
+                Err(RecvTimeoutError::Disconnected) => unreachable!("the machine itself holds a sender"),
+            };
+            self.tell_state();
+            if let Err(error) = handled {
+                self.context.record(EventKind::Error { message: crate::chain(&error) });
+                self.end(DiskServer::abandon);
+                return Err(error);
+            }
+            self.context.outside.watchdog.main().end();
+        }
+        self.end(DiskServer::leave);
+        Ok(End::Stopped)
+    }
+
+    fn deadline(&self) -> Option<Instant> {
+        let own = match self.state {
+            State::Off => self.release_at,
+            State::Awaited { .. } => Some(Instant::now() + LOOK_EVERY),
+            State::Running(_) | State::Stopped => None,
+        };
+        [own, self.fast_remount.ready_at, self.resets.deadline()].into_iter().flatten().min()
+    }
+
+    fn time_is_up(&mut self) -> Result<(), MachineError> {
+        let now = Instant::now();
+        if self.fast_remount.ready_at.is_some_and(|ready_at| ready_at <= now) {
+            self.fast_remount.ready(&self.context, &self.warm_reboot, &self.disks, "`remount.ready_after` has passed");
+        }
+        if self.resets.deadline().is_some_and(|deadline| deadline <= now) {
+            return self.go_on_with_reset();
+        }
+        match self.state {
+            State::Off if self.release_at.is_some_and(|at| at <= now) => self.release_memory(),
+            State::Awaited { .. } => self.look_for_qemu(),
+            _ => {}
+        }
+        Ok(())
+    }
+
+    fn handle(&mut self, event: Event) -> Result<(), MachineError> {
+        match event {
+            Event::Request { command, answer } => {
+                let reply = self.obey(command);
+                // The client may have hung up.
+                let _ = answer.send(reply);
+            }
+            Event::Terminate => self.is_told_to_end = true,
+            Event::DiskAsks(Question::Memory(told)) => return self.told_memory(&told),
+            Event::DiskAsks(Question::Driver { is_simple }) => return self.new_driver(is_simple),
+            Event::QemuEnded { generation, how } if generation == self.context.journal.generation => {
+                return self.qemu_ended(how);
+            }
+            Event::Disk { disk, notice } => Disks::handle_disk(&self.context, disk, notice),
+            Event::DiskEnded { disk, why } => return Err(MachineError::DiskEnded { disk, why }),
+            Event::Memory(message) => self.warm_reboot.handle_memory(&self.context, &mut self.recovery, message),
+            // Of a QEMU that has ended, or from parts that a domain of libvirt does not have.
+            _ => {}
+        }
+        Ok(())
+    }
+
+    /// Opens the images and serves them to a QEMU that is not older than this.
+    fn serve(&mut self, since_ticks: u64) -> Result<(), MachineError> {
+        self.fast_remount.boot_begins(&self.context, &self.warm_reboot);
+        self.disks.open(&mut self.context, &self.warm_reboot, None, None, Unwritten::Drop)?;
+        self.disks.judge_idle(&self.context, &self.warm_reboot, &mut self.recovery);
+        self.state = State::Awaited { since_ticks, process: None };
+        Ok(())
+    }
+
+    /// The domain has no QEMU: closes the images. The dead guest's memory stays for now.
+    fn close(&mut self) {
+        self.fast_remount.boot_cut_off();
+        self.disks.close_for_wait(&mut self.context, &self.warm_reboot);
+        self.state = State::Off;
+        if Attachment::of(&self.context.config.name).is_detached() {
+            self.state = State::Stopped;
+        }
+    }
+
+    /// Lets the QEMU that libvirt has started connect to its disks.
+    fn look_for_qemu(&mut self) {
+        let State::Awaited { since_ticks, process } = &self.state else { return };
+        let since_ticks = *since_ticks;
+        if process.is_none() {
+            let Some(process) = self.find_qemu(since_ticks) else { return };
+            let ProcessId { pid, start_ticks } = process.id();
+            if let Err(error) = self.watch(&process, self.context.journal.generation + 1) {
+                tracing::warn!(%error, "cannot watch QEMU; trying again");
+                return;
+            }
+            self.context.journal.generation += 1;
+            self.disks.expect_only(Peer { pid, start_ticks });
+            self.state = State::Awaited { since_ticks, process: Some(process) };
+        }
+        // The process becomes QEMU's user before it becomes QEMU.
+        if let State::Awaited { process: Some(process), .. } = &self.state
+            && let Err(error) = access::admit(process.id().pid, &self.context.folders.runtime, &self.disks.servers)
+        {
+            tracing::debug!(%error, "cannot give QEMU access to its disks; trying again");
+        }
+    }
+
+    /// The domain's process, if it is not older than this.
+    fn find_qemu(&self, since_ticks: u64) -> Option<Process> {
+        let file = Path::new(PID_FOLDER).join(format!("{}.pid", self.context.config.name));
+        let pid = fs::read_to_string(file).ok()?.trim().parse().ok()?;
+        let Peer { pid, start_ticks } = Peer::of(pid).ok()?;
+        if start_ticks < since_ticks {
+            return None;
+        }
+        Process::adopt(ProcessId { pid, start_ticks }, Path::new("/dev/null")).ok()
+    }
+
+    fn watch(&self, process: &Process, generation: u32) -> std::io::Result<()> {
+        let tell = self.context.outside.tell.clone();
+        // Fails only when the loop has ended.
+        process.watch(move |how| drop(tell.send(Event::QemuEnded { generation, how })))
+    }
+
+    /// QEMU waits until the disks know what to track.
+    fn told_memory(&mut self, told: &ToldMemory) -> Result<(), MachineError> {
+        let state = std::mem::replace(&mut self.state, State::Off);
+        let (state, is_new) = match state {
+            State::Awaited { process: Some(process), .. } if process.id().pid == told.pid => {
+                self.next_incarnation();
+                (State::Running(Life { process, incarnation: None, began: Instant::now(), is_reported: false }), true)
+            }
+            other => (other, false),
+        };
+        self.state = state;
+        let State::Running(life) = &mut self.state else { return self.track(None) };
+        if life.incarnation.is_none() && self.context.config.memory.ember == EmberMode::On {
+            match incarnation_in(&self.context, told) {
+                Ok(incarnation) => {
+                    self.context.config.guest.memory_bytes = incarnation.ram.bytes();
+                    self.warm_reboot.set_budget(&self.context.config);
+                    self.context.journal.memory = Some(MemoryNote {
+                        identity: incarnation.ram.identity(),
+                        low_bytes: incarnation.ram.layout().low_bytes(),
+                    });
+                    life.incarnation = Some(incarnation);
+                }
+                Err(_) if life.is_reported => {}
+                Err(why) => {
+                    life.is_reported = true;
+                    let message = format!("nothing of this guest's memory will be kept: {why}");
+                    self.context.record(EventKind::Error { message });
+                }
+            }
+        }
+        let incarnation = life.incarnation.clone();
+        let pid = life.process.id();
+        self.warm_reboot.monitor.watch(incarnation.clone());
+        if is_new {
+            self.begin_life(pid)?;
+        } else {
+            self.context.save_journal();
+        }
+        self.track(incarnation.as_ref())
+    }
+
+    /// Answers the disks that wait.
+    fn track(&self, incarnation: Option<&Incarnation>) -> Result<(), MachineError> {
+        let tracking = incarnation.and_then(|it| tracking(it, &self.warm_reboot.tagger, &self.warm_reboot.sources));
+        self.disks.servers.iter().try_for_each(|disk| {
+            let failed = |source| MachineError::Server { disk: disk.name().to_owned(), source };
+            disk.answer(tracking.clone()).map_err(failed)
+        })
+    }
+
+    fn next_incarnation(&mut self) {
+        self.context.journal.incarnation += 1;
+        self.context.journal.write_through.clear();
+        self.context.outside.event_log.set_incarnation(self.context.journal.incarnation);
+    }
+
+    /// Notes a QEMU for the next keeper, before its guest can use the disks.
+    fn begin_life(&mut self, process: ProcessId) -> Result<(), MachineError> {
+        self.resets = Resets::default();
+        let identity = identity(process, self.context.journal.generation);
+        let journal = &mut self.context.journal;
+        journal.disks = launch::disk_identities(&self.context.config.devices);
+        journal.ram_bytes = self.context.config.guest.memory_bytes;
+        journal.qemu = Some(identity.clone());
+        self.context.journal.started_with = Some(self.context.started_with());
+        self.context.must_save_journal()?;
+        self.warm_reboot.forget_kept_cache_map();
+        if let Some(timeline) = &mut self.recovery.timeline {
+            timeline.recovered();
+        }
+        let warm = !self.warm_reboot.ember.incarnations().is_empty();
+        let QemuIdentity { pid, generation, version, accelerator, accelerator_why, .. } = identity;
+        self.context.record(EventKind::QemuStarted { pid, generation, version, accelerator, accelerator_why });
+        self.context.record(EventKind::IncarnationStarted { generation, warm });
+        Ok(())
+    }
+
+    fn qemu_ended(&mut self, how: String) -> Result<(), MachineError> {
+        match std::mem::replace(&mut self.state, State::Off) {
+            State::Running(life) => self.end_life(life, how),
+            // It has ended before it used its disks. libvirt says why.
+            State::Awaited { process: Some(process), .. } if process.has_ended() => {
+                self.close();
+                Ok(())
+            }
+            other => {
+                self.state = other;
+                Ok(())
+            }
+        }
+    }
+
+    /// Makes the dead guest's memory ready for the next one.
+    fn end_life(&mut self, life: Life, how: String) -> Result<(), MachineError> {
+        let cause = EndCause::QemuEnded;
+        self.resets = Resets::default();
+        self.last_end = Some(cause);
+        self.disks.expect_nobody();
+        self.context.record(EventKind::QemuExited { generation: self.context.journal.generation, how });
+        self.context.record(EventKind::IncarnationEnded { cause });
+        (self.context.journal.qemu, self.context.journal.memory) = (None, None);
+        let why_cold = match &life.incarnation {
+            None => Some("its memory was not tracked".to_owned()),
+            Some(_) => None,
+        };
+        self.recovery.timeline = Some(Timeline::start(self.context.journal.incarnation + 1, cause, why_cold));
+        let began = Instant::now();
+        self.warm_reboot.succession(&self.disks.servers).drain()?;
+        self.recovery.phase_ended(&self.context, Phase::Drain.name(), began, began.elapsed());
+        self.warm_reboot.monitor.watch(None);
+        match life.incarnation {
+            Some(dead) => self.bank(dead),
+            None => self.warm_reboot.clear_cache_map(),
+        }
+        self.context.save_journal();
+        self.release_at = self.context.config.memory.keep_memory_s.map(|s| Instant::now() + Duration::from_secs(s));
+        self.close();
+        Ok(())
+    }
+
+    fn bank(&mut self, dead: Incarnation) {
+        let began = Instant::now();
+        self.warm_reboot.begin_cache_map(&dead, || None);
+        match self.warm_reboot.succession(&self.disks.servers).bank(&self.context.folders.memory, dead) {
+            Ok(()) => self.recovery.kept(&self.context, &self.warm_reboot.ember),
+            Err(error) => {
+                let why = crate::chain(&error);
+                tracing::warn!(why, "the next start will be cold");
+                self.recovery.set_cold(why);
+                self.warm_reboot.clear_cache_map();
+            }
+        }
+        self.recovery.phase_ended(&self.context, Phase::Bank.name(), began, began.elapsed());
+        self.warm_reboot.monitor.settle();
+    }
+
+    /// The domain has been off for so long that the host gets the memory back.
+    fn release_memory(&mut self) {
+        self.release_at = None;
+        self.warm_reboot.ember.extinguish();
+        self.warm_reboot.begin_without_memory();
+        self.recovery.set_cold("the domain was off for longer than `keep_memory`".to_owned());
+    }
+
+    /// Takes over the QEMU that the journal names, if it lives.
+    fn take_over(&mut self) -> Result<bool, MachineError> {
+        let Some(qemu) = self.context.journal.qemu.clone() else { return Ok(false) };
+        let id = ProcessId { pid: qemu.pid, start_ticks: qemu.start_ticks };
+        let Ok(process) = Process::adopt(id, Path::new("/dev/null")) else {
+            (self.context.journal.qemu, self.context.journal.memory) = (None, None);
+            return Ok(false);
+        };
+        must_serve_the_same_disks(&self.context.journal, &self.context.config, id.pid)?;
+        must_find_the_same_files(&self.context.config, id.pid, self.disks.images.begin_take_over())?;
+        let (folder, living) = (&self.context.folders.memory, self.context.journal.incarnation);
+        self.context.outside.event_log.set_incarnation(living);
+        // What the dead keeper had of earlier guests has lost its memory, or its guard.
+        numbers_in(folder)
+            .into_iter()
+            .filter(|number| *number != living)
+            .for_each(|number| discard_files(folder, number));
+        let incarnation = self.reopen(id.pid);
+        self.disks.open(&mut self.context, &self.warm_reboot, None, incarnation.as_ref(), Unwritten::Keep)?;
+        self.disks.expect_only(Peer { pid: id.pid, start_ticks: id.start_ticks });
+        self.disks.admit(&self.context, id.pid);
+        self.watch(&process, qemu.generation).map_err(MachineError::Watch)?;
+        self.warm_reboot.monitor.watch(incarnation.clone());
+        self.context.record(EventKind::KeeperTookOver { qemu_pid: id.pid, generation: qemu.generation });
+        self.state = State::Running(Life { process, incarnation, began: Instant::now(), is_reported: false });
+        Ok(true)
+    }
+
+    /// Memory and ledger of the living guest. None: its memory was not tracked, or cannot be found.
+    fn reopen(&mut self, pid: u32) -> Option<Incarnation> {
+        let note = self.context.journal.memory?;
+        let name = memory_name(&self.context);
+        let opened = file_of(pid, note.identity).map_err(|error| error.to_string()).and_then(|file| {
+            let file = fs::File::from(file.ok_or("QEMU has no such memory any more")?);
+            let bytes = file.metadata().map_err(|error| error.to_string())?.len();
+            let ram = RamFile::adopt(file, &name, Layout::split_at(note.low_bytes, bytes));
+            let ram = ram.map_err(|error| crate::chain(&error))?;
+            let (folder, number) = (&self.context.folders.memory, self.context.journal.incarnation);
+            Incarnation::open_with_ram(folder, number, ram).map_err(|error| crate::chain(&error))
+        });
+        match opened {
+            Ok(incarnation) => {
+                self.context.config.guest.memory_bytes = incarnation.ram.bytes();
+                self.warm_reboot.set_budget(&self.context.config);
+                Some(incarnation)
+            }
+            Err(why) => {
+                tracing::warn!(why, "the guest's memory is not known any more: tracking begins anew");
+                None
+            }
+        }
+    }
+
+    fn tell_state(&self) {
+        self.context.outside.event_log.record_state(self.shown());
+    }
+
+    fn shown(&self) -> MachineState {
+        match self.state {
+            State::Off | State::Stopped => MachineState::Stopped,
+            State::Awaited { .. } => MachineState::Starting,
+            State::Running(_) => MachineState::Running,
+        }
+    }
+
+    /// Leaves a QEMU to the next keeper; without one, gives back all memory. `leave_disks`: how the disks' servers are left.
+    fn end(mut self, leave_disks: fn(Vec<DiskServer>)) {
+        let serves = !self.disks.servers.is_empty();
+        let is_detached = Attachment::of(&self.context.config.name).is_detached();
+        if serves && self.context.journal.qemu.is_some() {
+            self.context.folders.stay_locked();
+            leave_disks(std::mem::take(&mut self.disks.servers));
+            self.warm_reboot.monitor.leave();
+            return;
+        }
+        if serves {
+            self.disks.close_for_wait(&mut self.context, &self.warm_reboot);
+        }
+        self.warm_reboot.monitor.watch(None);
+        self.disks.judge_idle(&self.context, &self.warm_reboot, &mut self.recovery);
+        let images = self.warm_reboot.sync_images(&self.context, &self.disks);
+        self.warm_reboot.save_boot_set(&self.context, &self.disks, images);
+        self.warm_reboot.discard_memory(&self.context);
+        leftovers::remove(&self.context.folders.runtime, &Needed::default());
+        self.context.journal = self.context.journal.without_guest(self.context.config.guest.memory_bytes);
+        self.context.save_journal();
+        if is_detached {
+            Attachment::of(&self.context.config.name).remove();
+        }
+    }
+}
+
+/// What the memory is called in errors.
+fn memory_name(context: &Context) -> String {
+    format!("memory of {}", context.config.name)
+}
+
+/// The next incarnation, in the memory that QEMU has told of; or why none of it can be kept.
+fn incarnation_in(context: &Context, told: &ToldMemory) -> Result<Incarnation, String> {
+    let file = told.file.try_clone().map_err(|error| error.to_string())?;
+    let bytes = file.metadata().map_err(|error| error.to_string())?.len();
+    let place = |place: &hearth_disk::server::MemoryPlace| Place {
+        guest: GuestPhysicalAddress(place.guest),
+        file: FileOffset(place.file_offset),
+        bytes: place.bytes,
+    };
+    let places: Vec<_> = told.places.iter().map(place).collect();
+    let layout = Layout::of_places(bytes, &places).ok_or("it is laid out in an unknown way")?;
+    let ram = RamFile::adopt(file, &memory_name(context), layout).map_err(|error| crate::chain(&error))?;
+    let (folder, number) = (&context.folders.memory, context.journal.incarnation);
+    Incarnation::with_ram(folder, number, Arc::new(ram), true).map_err(|error| crate::chain(&error))
+}
+
+/// What is known of libvirt's QEMU.
+fn identity(process: ProcessId, generation: u32) -> QemuIdentity {
+    let program = fs::read_link(format!("/proc/{}/exe", process.pid)).ok();
+    let version = program.and_then(|program| Binary::find(Some(&program)).ok());
+    let arguments = fs::read(format!("/proc/{}/cmdline", process.pid)).unwrap_or_default();
+    let arguments = String::from_utf8_lossy(&arguments);
+    let accelerator = if ["-accel\0kvm", "accel=kvm"].iter().any(|kvm| arguments.contains(kvm)) {
+        Accelerator::Kvm
+    } else {
+        Accelerator::Tcg
+    };
+    QemuIdentity {
+        pid: process.pid,
+        start_ticks: process.start_ticks,
+        generation,
+        version: version.map_or_else(|| "unknown".to_owned(), |binary| binary.version().to_string()),
+        accelerator: accelerator.name().to_owned(),
+        accelerator_why: "the domain's definition".to_owned(),
+        userfault_fd: None,
+        helper_fd: None,
+        stale: false,
+        at_start: None,
+        vmgenid: None,
+        guest_agent: false,
+    }
+}
