@@ -2,7 +2,7 @@
 # `make` alone lists the targets.
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build test test-vmcore test-nested soak lint docs demo bench clean toolchain
+.PHONY: help setup build deb test test-vmcore test-nested soak lint docs demo bench clean toolchain
 
 XTASK := cargo xtask
 
@@ -14,6 +14,9 @@ setup: toolchain ## install what is missing, make the guest images
 
 build: toolchain ## target/release/hearth, and target/guest/refill/hearth-refill.deb for guests
 	@$(XTASK) build
+
+deb: toolchain ## Debian packages: for hosts, and for guests
+	@$(XTASK) deb
 
 test: toolchain ## unit tests and VM tests (QEMU=10 runs the guests on QEMU 10)
 	@$(XTASK) test

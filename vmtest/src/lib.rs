@@ -35,6 +35,7 @@ pub mod host_reload;
 pub mod hung;
 pub mod images;
 pub mod known;
+pub mod libvirt;
 mod loop_device;
 mod mounted;
 pub mod net;

@@ -2,6 +2,7 @@
 
 mod apt;
 mod cache;
+mod deb;
 mod deny;
 mod guest;
 mod paths;
@@ -41,6 +42,8 @@ enum Chore {
     Qemu10,
     /// Build the release binary, and the package for guests
     Build,
+    /// Build the Debian packages: for hosts, and for guests
+    Deb,
     /// Check formatting, clippy and dependency rules
     Lint,
     /// Check the dependency rules only
@@ -92,6 +95,10 @@ fn run(chore: Chore) -> Outcome {
             shell::run(cargo().args(["build", "--release", "-p", "hearth"]))?;
             guest::refill()?;
         }
+        Chore::Deb => {
+            println!("{}", deb::hearth()?.display());
+            println!("{}", guest::refill()?.join(guest::REFILL_PACKAGE).display());
+        }
         Chore::Lint => lint()?,
         Chore::Deny => deny::check()?,
         Chore::Test { filter } => return Ok(reported(&test(&filter)?)),
@@ -131,16 +138,17 @@ fn run(chore: Chore) -> Outcome {
 }
 
 fn set_up() -> Result<(), Box<dyn Error>> {
-    set_up_beside(make_images, || ()).map(drop)
+    set_up_beside(&[], make_images, || ()).map(drop)
 }
 
-/// Installs the tools and makes images. Both use the network and at most one processor, so `work` runs meanwhile: cargo needs
+/// Installs the tools, with these, and makes images. Both use the network and at most one processor, so `work` runs meanwhile: cargo needs
 /// only what was needed to build this program, too.
 fn set_up_beside<T>(
+    more: &'static [setup::Tool],
     make_images: fn() -> Result<(), guest::GuestError>,
     work: impl FnOnce() -> T,
 ) -> Result<T, Box<dyn Error>> {
-    let missing = setup::find_missing_tools()?;
+    let missing = setup::find_missing_tools(more)?;
     std::thread::scope(|scope| {
         let images = scope.spawn(move || missing.install().map(|()| make_images()));
         let done = work();
@@ -182,7 +190,7 @@ fn lint() -> Result<(), Box<dyn Error>> {
 }
 
 fn test(filter: &[String]) -> Result<suite::Report, Box<dyn Error>> {
-    let built = set_up_beside(make_test_images, suite::build)??;
+    let built = set_up_beside(&setup::TEST_TOOLS, make_test_images, suite::build)??;
     Ok(suite::run(&built, filter, None)?)
 }
 
@@ -221,7 +229,7 @@ fn reported(report: &suite::Report) -> ExitCode {
 
 /// Runs tests even if lints fail, so that one run shows everything that is wrong.
 fn ci() -> Outcome {
-    let (linted, built) = set_up_beside(make_ci_images, || (lint(), suite::build()))?;
+    let (linted, built) = set_up_beside(&setup::TEST_TOOLS, make_ci_images, || (lint(), suite::build()))?;
     if let Err(error) = &linted {
         eprintln!("error: {}", chain(error.as_ref()));
     }
@@ -230,7 +238,7 @@ fn ci() -> Outcome {
 }
 
 fn bench(arguments: &[&str]) -> Result<(), Box<dyn Error>> {
-    set_up_beside(make_images, build_bench)??;
+    set_up_beside(&[], make_images, build_bench)??;
     Ok(shell::run(&mut release_bench(arguments))?)
 }
 

@@ -28,6 +28,11 @@ pub fn qemu10() -> PathBuf {
     root().join("target/qemu10")
 }
 
+/// Folder of the packages for hosts.
+pub fn deb() -> PathBuf {
+    cargo_target().join("deb")
+}
+
 /// Folder of the emulated host with KVM.
 pub fn nested() -> PathBuf {
     root().join("target/nested")

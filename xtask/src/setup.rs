@@ -59,6 +59,10 @@ const TOOLS: [Tool; 22] = [
     tool("find", "findutils"),
 ];
 
+/// Only tests need these.
+pub const TEST_TOOLS: [Tool; 2] =
+    [tool("/usr/sbin/libvirtd", "libvirt-daemon-system"), tool("virsh", "libvirt-clients")];
+
 /// OVMF's file has had several names.
 const OVMF: [&str; 2] = ["/usr/share/OVMF/OVMF_CODE.fd", "/usr/share/OVMF/OVMF_CODE_4M.fd"];
 
@@ -67,20 +71,20 @@ pub struct Missing(Vec<&'static str>);
 
 /// Installs the missing tools that everything needs.
 pub fn ensure_tools() -> Result<(), SetupError> {
-    find_missing_tools()?.install()
+    find_missing_tools(&[])?.install()
 }
 
 /// Installs the missing tools as root; otherwise reports the command.
 pub fn ensure(tools: &[Tool]) -> Result<(), SetupError> {
-    find_missing(tools)?.install()
+    find_missing(tools.iter())?.install()
 }
 
-/// The missing ones of the tools that everything needs; see [`ensure`].
-pub fn find_missing_tools() -> Result<Missing, SetupError> {
-    find_missing(&TOOLS)
+/// The missing ones of the tools that everything needs, and of these; see [`ensure`].
+pub fn find_missing_tools(more: &'static [Tool]) -> Result<Missing, SetupError> {
+    find_missing(TOOLS.iter().chain(more))
 }
 
-fn find_missing(tools: &[Tool]) -> Result<Missing, SetupError> {
+fn find_missing<'a>(tools: impl Iterator<Item = &'a Tool>) -> Result<Missing, SetupError> {
     let missing = missing(tools, &is_there);
     if missing.is_empty() {
         return Ok(Missing(missing));
@@ -113,8 +117,8 @@ impl Missing {
     }
 }
 
-fn missing(tools: &[Tool], is_there: &dyn Fn(&str) -> bool) -> Vec<&'static str> {
-    tools.iter().filter(|tool| !is_there(tool.sign)).map(|tool| tool.package).collect()
+fn missing<'a>(tools: impl Iterator<Item = &'a Tool>, is_there: &dyn Fn(&str) -> bool) -> Vec<&'static str> {
+    tools.filter(|tool| !is_there(tool.sign)).map(|tool| tool.package).collect()
 }
 
 fn is_there(sign: &str) -> bool {
@@ -131,12 +135,12 @@ mod tests {
 
     #[test]
     fn nothing_is_missing_if_all_is_found() {
-        assert!(missing(&TOOLS, &|_| true).is_empty());
+        assert!(missing(TOOLS.iter(), &|_| true).is_empty());
     }
 
     #[test]
     fn missing_tools_are_named_by_package() {
-        assert_eq!(missing(&TOOLS, &|sign| sign != "mke2fs" && sign != "qemu-img"), ["qemu-utils", "e2fsprogs"]);
+        assert_eq!(missing(TOOLS.iter(), &|sign| sign != "mke2fs" && sign != "qemu-img"), ["qemu-utils", "e2fsprogs"]);
     }
 
     #[test]

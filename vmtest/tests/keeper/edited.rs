@@ -57,6 +57,8 @@ const LEFT_OUT: &[&str] = &[
     // Another name makes another machine, or another list of disks.
     "name",
     "disks.name",
+    // A domain of libvirt's has few of the other keys.
+    "owner",
     // Needs root.
     "qemu_user",
     // The guest boots from a kernel.

@@ -22,7 +22,7 @@ pub use debian::{ensure_database as debian_database, ensure_large as debian_larg
 pub use kernel::{Kernel, NEWER, STABLE};
 pub use nested::ensure as nested_host;
 pub use qemu10::ensure as qemu10;
-pub use refill::ensure as refill;
+pub use refill::{PACKAGE as REFILL_PACKAGE, ensure as refill};
 
 use crate::apt::AptError;
 use crate::cache::CacheError;
@@ -36,6 +36,8 @@ pub enum GuestError {
     Cache(#[from] CacheError),
     #[error(transparent)]
     Apt(#[from] AptError),
+    #[error(transparent)]
+    Deb(#[from] crate::deb::DebError),
     #[error(transparent)]
     Modules(#[from] modules::ModulesError),
     #[error("{0} is not installed; `make setup` installs what is missing")]

@@ -1,12 +1,12 @@
 //! The helper that brings a guest's file cache back: one static program and the systemd unit that starts it, as a package.
 
 use std::fs;
-use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use super::GuestError;
 use crate::cache::{self, at};
+use crate::deb::Package;
 use crate::{paths, shell};
 
 const CONTROL: &str = include_str!("../../../guest/refill/debian/control");
@@ -43,7 +43,7 @@ pub fn ensure() -> Result<PathBuf, GuestError> {
     cache::ensure(&folder, &SOURCES, |new| {
         let program = new.join(PROGRAM);
         compile(&new.join("build"), &program)?;
-        pack(&new.join("package"), &program, &new.join(PACKAGE))
+        pack(new.join("package"), &program, &new.join(PACKAGE))
     })?;
     Ok(folder)
 }
@@ -58,24 +58,13 @@ fn compile(target: &Path, program: &Path) -> Result<(), GuestError> {
     Ok(at("remove", target, fs::remove_dir_all(target))?)
 }
 
-fn pack(tree: &Path, program: &Path, package: &Path) -> Result<(), GuestError> {
-    let installed = tree.join("usr/lib/hearth").join(PROGRAM);
-    put(&installed, &at("read", program, fs::read(program))?, 0o755)?;
-    put(&tree.join("lib/systemd/system/hearth-refill.service"), UNIT.as_bytes(), 0o644)?;
-    let control = CONTROL.replace("VERSION", env!("CARGO_PKG_VERSION"));
-    for (name, text, mode) in
-        [("control", &*control, 0o644), ("postinst", AFTER_INSTALL, 0o755), ("prerm", BEFORE_REMOVAL, 0o755)]
-    {
-        put(&tree.join("DEBIAN").join(name), text.as_bytes(), mode)?;
-    }
-    let mut build = Command::new("dpkg-deb");
-    shell::output(build.args(["--root-owner-group", "--build"]).arg(tree).arg(package))?;
-    Ok(at("remove", tree, fs::remove_dir_all(tree))?)
-}
-
-fn put(file: &Path, contents: &[u8], mode: u32) -> Result<(), GuestError> {
-    let folder = file.parent().expect("a file is in a folder");
-    at("create", folder, fs::create_dir_all(folder))?;
-    at("write", file, fs::write(file, contents))?;
-    Ok(at("set the mode of", file, fs::set_permissions(file, fs::Permissions::from_mode(mode)))?)
+fn pack(tree: PathBuf, program: &Path, package: &Path) -> Result<(), GuestError> {
+    let packed = Package::new(tree);
+    let program_bytes = at("read", program, fs::read(program))?;
+    packed.file(&format!("usr/lib/hearth/{PROGRAM}"), &program_bytes, 0o755)?;
+    packed.file("lib/systemd/system/hearth-refill.service", UNIT.as_bytes(), 0o644)?;
+    packed.control(CONTROL)?;
+    packed.script("postinst", AFTER_INSTALL)?;
+    packed.script("prerm", BEFORE_REMOVAL)?;
+    Ok(packed.build(package)?)
 }

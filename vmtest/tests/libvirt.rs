@@ -1,0 +1,324 @@
+//! Domains of libvirt: attached, started and ended in every way, and detached.
+
+use std::fs::Permissions;
+use std::os::unix::fs::PermissionsExt;
+use std::path::PathBuf;
+use std::process::Command;
+
+use hearth_api::{EmberStatus, EventKind, MachineState};
+use hearth_vmtest::images::{self, File};
+use hearth_vmtest::libvirt::{DomainDisk, LibvirtVm};
+use hearth_vmtest::{Drives, Result};
+
+const FILES: usize = 48;
+const FILE_BYTES: usize = 1 << 20;
+const PAGES: u64 = (FILES * FILE_BYTES / 4096) as u64;
+const SEED: u64 = 1;
+/// So much that the next guest's own memory does not take the ember's place, also after several resets.
+const MEMORY_MIB: u64 = 768;
+
+/// What is done to a domain.
+type Deed = fn(&LibvirtVm) -> Result<()>;
+
+/// A domain with one disk of files, not yet attached.
+struct Files {
+    vm: LibvirtVm,
+    image: PathBuf,
+    _images: tempfile::TempDir,
+}
+
+impl Files {
+    fn define(name: &str) -> Result<Option<Self>> {
+        let images = tempfile::tempdir().expect("a folder");
+        // A QEMU without Hearth opens the image as a user of its own.
+        std::fs::set_permissions(images.path(), Permissions::from_mode(0o755)).expect("our own folder");
+        let image = images.path().join("data.img");
+        let files: Vec<_> = (0..FILES).map(|file| File::pattern(&format!("f{file}"), FILE_BYTES, SEED)).collect();
+        images::ext4(&image, FILES as u64 + 64, &files)?;
+        let disk = DomainDisk { target: "vda", image: &image, format: "raw" };
+        let vm = LibvirtVm::define(name, MEMORY_MIB, &[disk])?;
+        Ok(vm.map(|vm| Self { vm, image, _images: images }))
+    }
+
+    /// Attached and started.
+    fn running(name: &str) -> Result<Option<Self>> {
+        let Some(files) = Self::define(name)? else { return Ok(None) };
+        files.vm.hearth(&["attach", name, "--yes"])?;
+        files.vm.start()?;
+        Ok(Some(files))
+    }
+
+    /// Reads and checks all files.
+    fn verify(&self) -> Result<()> {
+        self.vm.sh("grep -q ' /mnt ' /proc/mounts || mount -o noatime /dev/vda /mnt")?;
+        let verify = format!("for f in /mnt/f*; do probe verify $f {SEED} || {{ echo in $f; exit 1; }}; done");
+        self.vm.sh(&verify).map(drop)
+    }
+
+    fn ember(&self) -> Result<EmberStatus> {
+        Ok(self.vm.status()?.ember)
+    }
+
+    /// The next guest reads all files, and the memory of the last one answers.
+    #[track_caller]
+    fn assert_warm(&self) -> Result<()> {
+        let before = self.ember()?;
+        assert!(before.pages_kept >= PAGES, "{before:?}");
+        self.verify()?;
+        let after = self.ember()?;
+        assert!(after.pages_served >= PAGES * 9 / 10, "{after:?}");
+        // A guest that was killed had some dirty blocks.
+        assert!(after.refused.tag_mismatch <= PAGES / 50, "{after:?}");
+        Ok(())
+    }
+}
+
+#[test]
+fn cache_survives_every_end_of_qemu() -> Result<()> {
+    let Some(files) = Files::running("ends")? else { return Ok(()) };
+    let vm = &files.vm;
+    let status = vm.status()?;
+    assert_eq!((status.state, status.incarnation), (MachineState::Running, 1));
+    files.verify()?;
+    assert!(vm.status()?.ledger_pages >= PAGES);
+    // QEMU dies; libvirt ends it; the guest powers off.
+    let ends: [(&str, Deed); 3] = [
+        ("kill", LibvirtVm::kill_qemu),
+        ("destroy", |vm| vm.virsh("destroy", &[]).map(drop)),
+        ("poweroff", |vm| {
+            vm.guest().start("umount /mnt; poweroff -f")?;
+            vm.wait_state("shut off")
+        }),
+    ];
+    for (what, end) in ends {
+        end(vm)?;
+        vm.wait_until("the domain is off", || Ok(vm.status()?.state == MachineState::Stopped))?;
+        assert!(files.ember()?.pages_remaining >= PAGES * 9 / 10, "{what}: {:?}", files.ember()?);
+        vm.start()?;
+        files.assert_warm()?;
+    }
+    let status = vm.status()?;
+    assert_eq!(status.incarnation, 4);
+    assert!(status.memory.peak_bytes <= status.memory.budget_bytes * 103 / 100, "{:?}", status.memory);
+    Ok(())
+}
+
+#[test]
+fn guest_goes_on_under_the_next_keeper() -> Result<()> {
+    let Some(files) = Files::running("orphan")? else { return Ok(()) };
+    let vm = &files.vm;
+    files.verify()?;
+    let nonce = vm.nonce()?;
+    vm.kill_keeper()?;
+    vm.start_keeper()?;
+    vm.wait_until("QEMU is connected", || Ok(vm.status()?.disks.iter().all(|disk| disk.connected)))?;
+    vm.sh("echo 3 >/proc/sys/vm/drop_caches")?;
+    files.verify()?;
+    assert_eq!(vm.nonce()?, nonce);
+    assert!(vm.events()?.iter().any(|record| matches!(record.event, EventKind::KeeperTookOver { .. })));
+    vm.virsh("destroy", &[])?;
+    vm.start()?;
+    files.assert_warm()
+}
+
+#[test]
+fn changed_image_is_not_answered_from_memory() -> Result<()> {
+    let Some(files) = Files::running("changed")? else { return Ok(()) };
+    let vm = &files.vm;
+    files.verify()?;
+    vm.sh("umount /mnt")?;
+    vm.virsh("destroy", &[])?;
+    vm.wait_until("the domain is off", || Ok(vm.status()?.state == MachineState::Stopped))?;
+    // The image is nobody's now.
+    let contents: Vec<_> = (0..FILES).map(|file| File::pattern(&format!("f{file}"), FILE_BYTES, SEED)).collect();
+    images::ext4(&files.image, FILES as u64 + 64, &contents)?;
+    vm.start()?;
+    assert!(vm.events()?.iter().any(|record| matches!(record.event, EventKind::DiskForgotten { .. })));
+    files.verify()?;
+    assert_eq!(files.ember()?.pages_served, 0);
+    Ok(())
+}
+
+#[test]
+fn attaching_changes_the_definition_and_detaching_restores_it() -> Result<()> {
+    let Some(files) = Files::define("there")? else { return Ok(()) };
+    let vm = &files.vm;
+    let before = vm.virsh("dumpxml", &["--inactive"])?;
+    let shown = vm.hearth(&["attach", "there", "--check"])?;
+    for words in ["+    <disk type='vhostuser' device='disk'>", "vda: Hearth serves it from", "live migration"] {
+        assert!(shown.contains(words), "{words} is missing in {shown}");
+    }
+    assert_eq!(vm.virsh("dumpxml", &["--inactive"])?, before, "a check changes nothing");
+    // Nobody can be asked here.
+    let (code, said) = vm.try_hearth(&["attach", "there"])?;
+    assert!(code == 1 && said.contains("add --yes"), "{said}");
+    vm.hearth(&["attach", "there", "--yes"])?;
+    let attached = vm.virsh("dumpxml", &["--inactive"])?;
+    assert!(attached.contains("/run/hearth/there/disk-vda.sock"), "{attached}");
+    // Once more changes nothing.
+    vm.hearth(&["attach", "there", "--yes"])?;
+    assert_eq!(vm.virsh("dumpxml", &["--inactive"])?, attached);
+    vm.start()?;
+    files.verify()?;
+    // While it runs: from its next start on.
+    vm.hearth(&["detach", "there"])?;
+    assert_eq!(vm.virsh("dumpxml", &["--inactive"])?, before);
+    files.verify()?;
+    vm.virsh("destroy", &[])?;
+    vm.wait_until("its keeper has ended", || Ok(vm.try_hearth(&["status", "there"])?.0 == 3))?;
+    vm.start()?;
+    files.verify()?;
+    let (code, said) = vm.try_hearth(&["detach", "there"])?;
+    assert!(code == 1 && said.contains("is not attached"), "{said}");
+    let left = vm.must(&["sh", "-c", "ls /etc/hearth /var/lib/hearth"], "")?;
+    assert!(!left.contains("there"), "{left}");
+    Ok(())
+}
+
+#[test]
+fn start_that_cannot_be_served_fails_with_a_remedy() -> Result<()> {
+    let Some(files) = Files::define("broken")? else { return Ok(()) };
+    let vm = &files.vm;
+    vm.hearth(&["attach", "broken", "--yes"])?;
+    let moved = files.image.with_extension("moved");
+    std::fs::rename(&files.image, &moved).expect("the image can be moved");
+    let start = vm.command(&["virsh", "start", "broken"], "")?;
+    let said = String::from_utf8_lossy(&start.stderr).into_owned();
+    assert!(!start.status.success() && said.contains("data.img"), "{said}");
+    std::fs::rename(&moved, &files.image).expect("and back");
+    vm.must(&["rm", "/etc/hearth/broken.toml"], "")?;
+    vm.try_hearth(&["stop", "broken"])?;
+    let start = vm.command(&["virsh", "start", "broken"], "")?;
+    let said = String::from_utf8_lossy(&start.stderr).into_owned();
+    assert!(said.contains("hearth attach broken"), "{said}");
+    vm.hearth(&["attach", "broken", "--yes"])?;
+    vm.start()?;
+    files.verify()
+}
+
+#[test]
+fn requests_that_are_libvirts_are_refused() -> Result<()> {
+    let Some(files) = Files::running("whose")? else { return Ok(()) };
+    let vm = &files.vm;
+    for (words, remedy) in [
+        (&["reboot", "whose"][..], "virsh reboot whose"),
+        (&["crash", "whose"], "virsh inject-nmi whose"),
+        (&["stop", "whose"], "virsh shutdown whose"),
+        (&["rejuvenate", "whose"], "only a machine whose QEMU Hearth starts"),
+        (&["save", "whose", "-o", "/tmp/whose"], "virsh save whose"),
+        (&["upgrade-keeper", "whose"], "systemctl restart hearth@whose"),
+    ] {
+        let (code, said) = vm.try_hearth(words)?;
+        assert!(code == 1 && said.contains(remedy), "{words:?}: {code}: {said}");
+    }
+    // The memory of the last guest is given back on request.
+    files.verify()?;
+    vm.virsh("destroy", &[])?;
+    vm.wait_until("the domain is off", || Ok(vm.status()?.state == MachineState::Stopped))?;
+    vm.hearth(&["stop", "whose"])?;
+    let left = vm.must(&["sh", "-c", "ls /dev/shm/hearth/whose 2>&1 || true"], "")?;
+    assert!(!left.contains("ledger"), "{left}");
+    Ok(())
+}
+
+/// The guest reboots inside its QEMU.
+#[test]
+fn cache_survives_resets_in_place() -> Result<()> {
+    let Some(files) = Files::running("resets")? else { return Ok(()) };
+    let vm = &files.vm;
+    vm.start_host()?;
+    let resets: [(&str, Deed); 3] = [
+        ("reboot from inside", |vm| vm.guest().start("umount /mnt; reboot -f").map(drop)),
+        ("virsh reset", |vm| vm.virsh("reset", &[]).map(drop)),
+        ("panic", Drives::panic),
+    ];
+    for (number, (what, reset)) in resets.into_iter().enumerate() {
+        files.verify()?;
+        let pid = vm.qemu_pid()?;
+        reset(vm)?;
+        vm.wait_next_boot()?;
+        assert_eq!(vm.qemu_pid()?, pid, "{what}: the same QEMU");
+        let status = vm.status()?;
+        assert_eq!(status.incarnation, number as u32 + 2, "{what}");
+        files.assert_warm()?;
+        let moved = |event: &EventKind| matches!(event, EventKind::BlocksRescued { released: true, left: 0, .. });
+        assert_eq!(vm.events()?.iter().filter(|record| moved(&record.event)).count(), number + 1, "{what}");
+        let memory = vm.status()?.memory;
+        assert!(memory.peak_bytes <= memory.budget_bytes * 103 / 100, "{what}: {memory:?}");
+    }
+    Ok(())
+}
+
+/// Nobody says that the guest was reset, so no page of it is touched.
+#[test]
+fn blocks_are_copied_within_the_budget_without_word_of_the_reset() -> Result<()> {
+    let Some(files) = Files::running("unsure")? else { return Ok(()) };
+    let vm = &files.vm;
+    files.verify()?;
+    vm.virsh("reset", &[])?;
+    vm.wait_next_boot()?;
+    let copied = |event: &EventKind| matches!(event, EventKind::BlocksRescued { released: false, .. });
+    assert!(vm.events()?.iter().any(|record| copied(&record.event)));
+    files.verify()?;
+    let memory = vm.status()?.memory;
+    assert!(memory.peak_bytes <= memory.budget_bytes * 103 / 100, "{memory:?}");
+    Ok(())
+}
+
+/// A driver that takes the disk anew, and a pause, are no reset.
+#[test]
+fn rebind_and_suspend_change_nothing() -> Result<()> {
+    let Some(files) = Files::running("rebind")? else { return Ok(()) };
+    let vm = &files.vm;
+    vm.start_host()?;
+    files.verify()?;
+    let known = vm.status()?.ledger_pages;
+    vm.virsh("suspend", &[])?;
+    vm.virsh("resume", &[])?;
+    let device = "d=$(basename $(readlink /sys/block/vda/device)); cd /sys/bus/virtio/drivers/virtio_blk";
+    vm.sh(&format!("umount /mnt; {device}; echo $d >unbind; echo $d >bind"))?;
+    files.verify()?;
+    let status = vm.status()?;
+    assert!((status.incarnation, status.ledger_pages >= known) == (1, true), "{status:?}");
+    assert!(!vm.events()?.iter().any(|record| matches!(record.event, EventKind::BlocksRescued { .. })));
+    Ok(())
+}
+
+/// A raw and a qcow2 disk, both Hearth's: a start and a reset each count once.
+#[test]
+fn both_disks_of_a_domain_are_warm() -> Result<()> {
+    let images = tempfile::tempdir().expect("a folder");
+    std::fs::set_permissions(images.path(), Permissions::from_mode(0o755)).expect("our own folder");
+    let [raw, qcow2] = ["raw.img", "disk.qcow2"].map(|name| images.path().join(name));
+    let files: Vec<_> = (0..FILES).map(|file| File::pattern(&format!("f{file}"), FILE_BYTES, SEED)).collect();
+    images::ext4(&raw, FILES as u64 + 64, &files)?;
+    let convert = ["convert", "-O", "qcow2"];
+    let converted = Command::new("qemu-img").args(convert).args([&raw, &qcow2]).status();
+    assert!(converted.is_ok_and(|status| status.success()));
+    let disks = [("vda", &raw, "raw"), ("vdb", &qcow2, "qcow2")];
+    let disks = disks.map(|(target, image, format)| DomainDisk { target, image, format });
+    let Some(vm) = LibvirtVm::define("two", MEMORY_MIB, &disks)? else { return Ok(()) };
+    vm.hearth(&["attach", "two", "--yes"])?;
+    vm.start()?;
+    vm.start_host()?;
+    let verify = || {
+        for disk in ["vda", "vdb"] {
+            vm.sh(&format!("mkdir -p /{disk} && mount -o noatime /dev/{disk} /{disk}"))?;
+            vm.sh(&format!("for f in /{disk}/f*; do probe verify $f {SEED} || {{ echo in $f; exit 1; }}; done"))?;
+        }
+        Ok::<_, hearth_vmtest::Error>(())
+    };
+    verify()?;
+    vm.virsh("destroy", &[])?;
+    vm.start()?;
+    verify()?;
+    let of_start = vm.status()?.ember;
+    assert!(of_start.pages_served >= 2 * PAGES * 9 / 10, "{of_start:?}");
+    vm.virsh("reset", &[])?;
+    vm.wait_next_boot()?;
+    verify()?;
+    let status = vm.status()?;
+    assert!(status.ember.pages_served >= 2 * PAGES * 9 / 10, "{:?}", status.ember);
+    assert_eq!(status.incarnation, 3);
+    Ok(())
+}
