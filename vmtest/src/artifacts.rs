@@ -31,6 +31,11 @@ pub fn busybox_with_agent() -> Result<Boot> {
     boot("busybox", "initrd-agent", BUSYBOX_CMDLINE.into())
 }
 
+/// The busybox guest with driver and tool of btrfs.
+pub fn busybox_with_btrfs(linux: Linux) -> Result<Boot> {
+    boot(&format!("busybox{}", linux.suffix()), "initrd-btrfs", BUSYBOX_CMDLINE.into())
+}
+
 /// The busybox guest on Linux 6.12.
 pub fn busybox_on_linux_6_12() -> Result<Boot> {
     busybox_on(Linux::Newer)

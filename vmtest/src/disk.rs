@@ -21,6 +21,9 @@ enum Contents {
     Xfs {
         mib: u64,
     },
+    Btrfs {
+        mib: u64,
+    },
     CopyOf(PathBuf),
     Script(String),
     /// Used where it is, for tests that look at the image file.
@@ -57,6 +60,11 @@ impl Disk {
     /// An XFS disk of at least 300 MiB, even if less is asked for.
     pub fn xfs(mib: u64) -> Self {
         Self::of(Contents::Xfs { mib })
+    }
+
+    /// A btrfs disk of at least 256 MiB, even if less is asked for.
+    pub fn btrfs(mib: u64) -> Self {
+        Self::of(Contents::Btrfs { mib })
     }
 
     pub fn copy_of(image: &Path) -> Self {
@@ -107,6 +115,7 @@ impl Disk {
             Contents::Ext4 { mib } => images::ext4(&image, *mib, &self.files)?,
             Contents::Ext4OfSmallBlocks { mib } => images::ext4_of_small_blocks(&image, *mib, &self.files)?,
             Contents::Xfs { mib } => images::xfs(&image, *mib, &self.files)?,
+            Contents::Btrfs { mib } => images::btrfs(&image, *mib, &self.files)?,
             Contents::CopyOf(source) => images::copy(source, &image)?,
             // Disks have whole blocks, and empty lines mean nothing to a shell.
             Contents::Script(text) => {

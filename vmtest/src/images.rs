@@ -31,6 +31,9 @@ const FILE_SYSTEM_UUID: &str = "b7c41d1e-2f55-4a0c-8f3b-0f4f3a9d6c22";
 pub const XFS_MIB_MIN: u64 = 300;
 pub const XFS_LOG_MIB_MIN: u64 = 64;
 
+/// A btrfs with space for some files: mkfs.btrfs makes none of less than 109 MiB.
+const BTRFS_MIB_MIN: u64 = 256;
+
 /// An image of zeros: a sparse file.
 pub fn empty(image: &Path, mib: u64) -> Result<()> {
     let file = at("create", image, fs::File::create(image))?;
@@ -54,6 +57,14 @@ pub fn ext4_for_good(image: &Path, mib: u64, files: &[File]) -> Result<()> {
 
 fn ext4_with(image: &Path, mib: u64, files: &[File], options: &[&str]) -> Result<()> {
     empty(image, mib)?;
+    let tree = tree_of(files)?;
+    let mut command = Command::new(program("mke2fs"));
+    command.args(["-q", "-F", "-t", "ext4", "-b", "4096"]).args(options).arg("-d").arg(tree.path());
+    tool(command.arg(image))
+}
+
+/// A folder with these files.
+fn tree_of(files: &[File]) -> Result<tempfile::TempDir> {
     let tree = tempfile::tempdir().map_err(|source| Error::Start { program: "a temporary folder".into(), source })?;
     for file in files {
         let path = tree.path().join(&file.path);
@@ -61,9 +72,14 @@ fn ext4_with(image: &Path, mib: u64, files: &[File], options: &[&str]) -> Result
         at("create", folder, fs::create_dir_all(folder))?;
         at("write", &path, fs::write(&path, &file.contents))?;
     }
-    let mut command = Command::new(program("mke2fs"));
-    command.args(["-q", "-F", "-t", "ext4", "-b", "4096"]).args(options).arg("-d").arg(tree.path());
-    tool(command.arg(image))
+    Ok(tree)
+}
+
+/// A btrfs image with files in its top-level subvolume.
+pub fn btrfs(image: &Path, mib: u64, files: &[File]) -> Result<()> {
+    empty(image, mib.max(BTRFS_MIB_MIN))?;
+    let tree = tree_of(files)?;
+    tool(Command::new(program("mkfs.btrfs")).args(["-q", "--rootdir"]).arg(tree.path()).arg(image))
 }
 
 /// An ext4 image with its journal in a second image. Mount it with `journal_path=`.

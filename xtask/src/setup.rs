@@ -29,7 +29,7 @@ pub const fn tool(sign: &'static str, package: &'static str) -> Tool {
 }
 
 /// A sign with a slash is a file, others are programs.
-const TOOLS: [Tool; 22] = [
+const TOOLS: [Tool; 23] = [
     // The machine itself.
     tool("qemu-system-x86_64", "qemu-system-x86"),
     tool("qemu-img", "qemu-utils"),
@@ -47,6 +47,7 @@ const TOOLS: [Tool; 22] = [
     tool("busybox", "busybox-static"),
     tool("mke2fs", "e2fsprogs"),
     tool("mkfs.xfs", "xfsprogs"),
+    tool("mkfs.btrfs", "btrfs-progs"),
     tool("/usr/lib/grub/i386-pc/boot.img", "grub-pc-bin"),
     tool("fio", "fio"),
     tool("cpio", "cpio"),

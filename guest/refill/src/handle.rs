@@ -13,7 +13,9 @@ use crate::mounts::Kind;
 const INODE_32: c_int = 1;
 /// The same with an inode of 64 bits (`fs/xfs/xfs_export.h`: `XFS_FILEID_TYPE_64FLAG`).
 const XFS_INODE_64: c_int = 0x81;
-const HANDLE_BYTES: usize = 12;
+/// Inode, subvolume and generation (`FILEID_BTRFS_WITHOUT_PARENT`; `struct btrfs_fid` in fs/btrfs/export.h).
+const BTRFS: c_int = 0x4d;
+const HANDLE_BYTES: usize = 20;
 
 /// `struct file_handle` with room for the handles above.
 #[repr(C)]
@@ -26,20 +28,17 @@ struct Handle {
 impl Handle {
     /// `None` if this file system has no such inode.
     fn new(kind: Kind, inode: u64, generation: u32) -> Option<Self> {
+        let generation = generation.to_ne_bytes();
+        let (kind, parts): (_, &[&[u8]]) = match (kind, u32::try_from(inode)) {
+            (Kind::Btrfs { subvolume }, _) => (BTRFS, &[&inode.to_ne_bytes(), &subvolume.to_ne_bytes(), &generation]),
+            (Kind::Ext | Kind::Xfs, Ok(inode)) => (INODE_32, &[&inode.to_ne_bytes(), &generation]),
+            (Kind::Xfs, Err(_)) => (XFS_INODE_64, &[&inode.to_ne_bytes(), &generation]),
+            (Kind::Ext, Err(_)) => return None,
+        };
+        let bytes = parts.concat();
         let mut handle = [0; HANDLE_BYTES];
-        match (u32::try_from(inode), kind) {
-            (Ok(inode), _) => {
-                handle[..4].copy_from_slice(&inode.to_ne_bytes());
-                handle[4..8].copy_from_slice(&generation.to_ne_bytes());
-                Some(Self { bytes: 8, kind: INODE_32, handle })
-            }
-            (Err(_), Kind::Xfs) => {
-                handle[..8].copy_from_slice(&inode.to_ne_bytes());
-                handle[8..].copy_from_slice(&generation.to_ne_bytes());
-                Some(Self { bytes: 12, kind: XFS_INODE_64, handle })
-            }
-            (Err(_), Kind::Ext) => None,
-        }
+        handle[..bytes.len()].copy_from_slice(&bytes);
+        Some(Self { bytes: bytes.len() as u32, kind, handle })
     }
 }
 

@@ -3,7 +3,7 @@
 //! It begins with the file systems that are mounted, before the boot has mounted the others, and reads these as they come. From a
 //! disk that the boot needs as well, one thread reads, and only half of the time.
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::{BTreeSet, HashMap, HashSet};
 use std::fmt;
 use std::fs::File;
 use std::io;
@@ -19,7 +19,7 @@ use rustix::time::{ClockId, clock_gettime};
 use crate::disk::Source;
 use crate::handle;
 use crate::map::{Map, Read};
-use crate::mounts::{Mount, Mounts};
+use crate::mounts::{Kind, Mount, Mounts};
 
 const PAGE_BYTES: u64 = 4096;
 /// Reads between two looks at the free memory: at most 8 MiB.
@@ -73,22 +73,35 @@ pub fn refill(map: &Map, source: Source) -> io::Result<Report> {
         processor_time: Duration::ZERO,
         is_memory_full: false,
     };
+    let is_opened: Vec<_> = map.files.iter().map(|_| AtomicBool::new(false)).collect();
     let mut awaited: BTreeSet<usize> = map.files.iter().map(|file| file.file_system).collect();
+    let mut known = HashSet::new();
     loop {
         let uuid = |number: &usize| map.file_systems[*number].as_str();
-        let mut mounted = mounts.find(&awaited.iter().map(uuid).collect::<Vec<_>>());
-        let found: HashMap<_, _> =
-            awaited.iter().filter_map(|number| Some((*number, mounted.remove(uuid(number))?))).collect();
-        if !found.is_empty() {
-            awaited.retain(|number| !found.contains_key(number));
-            report.add(Work::new(map, found, source));
+        let mut mounted: HashMap<usize, Vec<Mount>> = HashMap::new();
+        for (found, mount) in mounts.find(&awaited.iter().map(uuid).collect::<Vec<_>>()) {
+            let number = *awaited.iter().find(|number| uuid(number) == found).expect("it was asked for");
+            if known.insert((number, mount.kind)) {
+                mounted.entry(number).or_default().push(mount);
+            }
+        }
+        if !mounted.is_empty() {
+            report.add(Work::new(map, &mounted, source, &is_opened));
+            // The other files of btrfs may be in subvolumes that are mounted later.
+            let has_more = |mount: &Mount| matches!(mount.kind, Kind::Btrfs { .. });
+            awaited.retain(|number| mounted.get(number).is_none_or(|mounts| mounts.iter().any(has_more)));
+            awaited.retain(|number| {
+                map.files.iter().zip(&is_opened).any(|(file, is)| file.file_system == *number && !is.load(Relaxed))
+            });
         }
         let left = deadline.saturating_duration_since(Instant::now());
         if awaited.is_empty() || report.is_memory_full || !mounts.wait_changed(left) {
             break;
         }
     }
-    report.missing_files += map.files.iter().filter(|file| awaited.contains(&file.file_system)).count();
+    if !report.is_memory_full {
+        report.missing_files = is_opened.iter().filter(|is_opened| !is_opened.load(Relaxed)).count();
+    }
     report.processor_time = processor_time();
     Ok(report)
 }
@@ -108,7 +121,6 @@ impl Report {
             (0..threads).for_each(|_| drop(scope.spawn(|| work.run())));
         });
         self.bytes += work.bytes.into_inner();
-        self.missing_files += work.missing.iter().filter(|missing| missing.load(Relaxed)).count();
         self.took += began.elapsed();
         self.is_memory_full = work.is_memory_full.into_inner();
     }
@@ -119,11 +131,11 @@ struct Work<'a> {
     map: &'a Map,
     source: Source,
     /// The file systems, by their number.
-    mounts: HashMap<usize, Mount>,
-    /// Their reads, in the map's order.
+    mounts: &'a HashMap<usize, Vec<Mount>>,
+    /// Reads of their files that were not opened before, in the map's order.
     reads: Vec<Read>,
-    /// Whether a file could not be opened, by its number.
-    missing: Vec<AtomicBool>,
+    /// Whether a file was opened, by its number.
+    is_opened: &'a [AtomicBool],
     next: AtomicUsize,
     bytes: AtomicU64,
     free_bytes_min: u64,
@@ -131,14 +143,16 @@ struct Work<'a> {
 }
 
 impl<'a> Work<'a> {
-    fn new(map: &'a Map, mounts: HashMap<usize, Mount>, source: Source) -> Self {
-        let is_of_these = |read: &&Read| mounts.contains_key(&map.files[read.file].file_system);
+    fn new(map: &'a Map, mounts: &'a HashMap<usize, Vec<Mount>>, source: Source, is_opened: &'a [AtomicBool]) -> Self {
+        let is_left = |read: &&Read| {
+            mounts.contains_key(&map.files[read.file].file_system) && !is_opened[read.file].load(Relaxed)
+        };
         Self {
             map,
             source,
-            reads: map.reads.iter().filter(is_of_these).copied().collect(),
+            reads: map.reads.iter().filter(is_left).copied().collect(),
             mounts,
-            missing: map.files.iter().map(|_| AtomicBool::new(false)).collect(),
+            is_opened,
             next: AtomicUsize::new(0),
             bytes: AtomicU64::new(0),
             free_bytes_min: free_bytes_min(),
@@ -182,14 +196,11 @@ impl<'a> Work<'a> {
 
     fn open(&self, number: usize) -> Option<File> {
         let file = self.map.files[number];
-        let mount = &self.mounts[&file.file_system];
-        let opened = match file.inode {
+        let opened = self.mounts[&file.file_system].iter().find_map(|mount| match file.inode {
             Some((inode, generation)) => handle::open(&mount.root, mount.kind, inode, generation).ok(),
-            None => File::open(&mount.device).ok(),
-        };
-        if opened.is_none() {
-            self.missing[number].store(true, Relaxed);
-        }
+            None => File::open(mount.device.as_ref()?).ok(),
+        });
+        self.is_opened[number].fetch_or(opened.is_some(), Relaxed);
         opened
     }
 }

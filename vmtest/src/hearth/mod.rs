@@ -63,6 +63,11 @@ impl TestVm {
         TestVmBuilder::new(name, artifacts::busybox_with_agent()).setting("guest_agent", true)
     }
 
+    /// The small guest with driver and tool of btrfs.
+    pub fn busybox_with_btrfs(name: &str, linux: artifacts::Linux) -> TestVmBuilder {
+        TestVmBuilder::new(name, artifacts::busybox_with_btrfs(linux))
+    }
+
     /// The small guest with a newer kernel: Linux 6.12.
     pub fn busybox_on_linux_6_12(name: &str) -> TestVmBuilder {
         TestVmBuilder::new(name, artifacts::busybox_on_linux_6_12())

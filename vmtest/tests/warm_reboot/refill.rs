@@ -3,6 +3,7 @@
 use std::time::{Duration, Instant};
 
 use hearth_api::EventKind;
+use hearth_vmtest::artifacts::Linux;
 use hearth_vmtest::{Disk, Drives, Result, TestVm, TestVmBuilder, event, patience};
 use toml::Table;
 
@@ -101,6 +102,38 @@ fn files_of_xfs_are_cached_after_a_sudden_reboot() -> Result<()> {
 fn files_are_cached_after_the_death_of_qemu_with_linux_6_12() -> Result<()> {
     let builder = with_refill(TestVm::busybox_on_linux_6_12("newer")).disk(SHELF.ext4());
     is_refilled_after(builder, TestVm::kill_qemu)
+}
+
+#[test]
+fn files_of_btrfs_are_cached_after_the_death_of_qemu_with_linux_6_12() -> Result<()> {
+    let builder = with_refill(TestVm::busybox_with_btrfs("newer-btrfs", Linux::Newer)).disk(SHELF.btrfs());
+    is_refilled_after(builder, TestVm::kill_qemu)
+}
+
+/// Each subvolume of btrfs numbers its inodes by itself, and may be mounted when the helper already runs. Files that share their
+/// blocks have pages of their own.
+#[test]
+fn copies_in_a_subvolume_are_cached_when_that_is_mounted() -> Result<()> {
+    let vm = with_refill(TestVm::busybox_with_btrfs("subvolume", Linux::Stable)).disk(SHELF.btrfs()).boot()?;
+    mount(&vm, "rw")?;
+    let all = names(0..SHELF.files);
+    vm.sh(&format!("cd /mnt && btrfs subvolume create apart && cp --reflink=always {all} apart && sync"))?;
+    vm.sh(&format!("echo 3 >/proc/sys/vm/drop_caches && cd /mnt/apart && cat {all} >/dev/null"))?;
+    vm.panic()?;
+    vm.wait_incarnation(2)?;
+    mount(&vm, "rw")?;
+    let before = Reads::of(&vm)?;
+    vm.sh("mkdir /apart; hearth-refill >/tmp/said & sleep 1")?;
+    assert_eq!(vm.sh("cat /tmp/said")?, "", "the helper waits for the subvolume");
+    vm.sh("mount -o noatime,subvol=apart /dev/vda /apart")?;
+    wait_arrived(&vm, before, "")?;
+    let said = vm.sh("until [ -s /tmp/said ]; do sleep 0.1; done; cat /tmp/said")?;
+    assert!(!said.contains("are gone"), "{said}");
+    let before = Reads::of(&vm)?;
+    vm.sh(&format!("cd /apart && for f in {all}; do probe verify $f {} || exit; done", crate::shelf::ORIGINAL))?;
+    let read = Reads::of(&vm)?.since(before);
+    assert!(read.warm_bytes + read.image_bytes <= SHELF.bytes() / 50, "the copies are in the cache: {read:?}");
+    SHELF.verify(&vm)
 }
 
 #[test]

@@ -50,6 +50,10 @@ impl Shelf {
         Disk::xfs(0).with_files(self.contents())
     }
 
+    pub fn btrfs(self) -> Disk {
+        Disk::btrfs(0).with_files(self.contents())
+    }
+
     fn contents(self) -> impl Iterator<Item = File> {
         (0..self.files).map(|number| File::pattern(&name(number), FILE_BYTES, ORIGINAL))
     }

@@ -1,8 +1,9 @@
 //! The busybox guest: an initramfs that boots to the agent in about two seconds under TCG.
 //!
-//! Three archives: `initrd` with busybox, probe and file-system tools (about 10 MiB); `initrd-fio`, the same followed by fio and
-//! the 80 MiB of libraries that Debian's fio is linked with; and `initrd-agent`, the same followed by qemu-guest-agent. The
-//! kernel unpacks archives that stand one after the other, so these are plain concatenations, for the few tests that need them.
+//! Four archives: `initrd` with busybox, probe and file-system tools (about 10 MiB); `initrd-fio`, the same followed by fio and
+//! the 80 MiB of libraries that Debian's fio is linked with; `initrd-agent`, the same followed by qemu-guest-agent; and
+//! `initrd-btrfs`, the same followed by driver and tool of btrfs. The kernel unpacks archives that stand one after the other, so
+//! these are plain concatenations, for the few tests that need them.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -10,7 +11,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-use super::modules::Modules;
+use super::modules::{Module, Modules};
 use super::{GuestError, probe, qemu_ga, refill};
 use crate::cache::{self, CacheError, at};
 use crate::guest::kernel::Kernel;
@@ -30,7 +31,7 @@ const LOADED_BY_MOUNT: &str = "xfs";
 /// Real tools where busybox has none or a lesser one.
 const TOOLS: [&str; 5] = ["mke2fs", "e2fsck", "debugfs", "mkfs.xfs", "xfs_repair"];
 
-/// Makes `busybox{suffix}/` with `vmlinuz`, `initrd`, `initrd-fio` and `initrd-agent`.
+/// Makes `busybox{suffix}/` with `vmlinuz`, `initrd`, `initrd-fio`, `initrd-agent` and `initrd-btrfs`.
 pub fn ensure(kernel: Kernel) -> Result<(), GuestError> {
     let folder = paths::guest().join(format!("busybox{}", kernel.suffix));
     let own = [
@@ -66,6 +67,9 @@ fn make(kernel: Kernel, new: &Path) -> Result<(), GuestError> {
     copy(&agent, &tree.join("usr/sbin/qemu-ga"))?;
     put_libraries(&agent, &tree)?;
     append(&tree, &initrd, &new.join("initrd-agent"))?;
+    put_driver("btrfs", &kernel, &tree)?;
+    put_with_libraries("btrfs", &tree)?;
+    append(&tree, &initrd, &new.join("initrd-btrfs"))?;
 
     let vmlinuz = kernel.join("vmlinuz");
     at("copy", &vmlinuz, fs::copy(&vmlinuz, new.join("vmlinuz")))?;
@@ -93,7 +97,7 @@ fn put_programs(tree: &Path) -> Result<(), GuestError> {
         ("bin/net-up", NET_UP),
         ("etc/dhcp", DHCP),
         // What a mount without a type tries.
-        ("etc/filesystems", "ext4\nxfs\n"),
+        ("etc/filesystems", "ext4\nxfs\nbtrfs\n"),
         // Where busybox's acpid looks, by the kernel's names for button and event.
         ("etc/acpi/PWRF/00000080", POWER_BUTTON),
     ];
@@ -116,12 +120,28 @@ pub(super) fn put_modules(list: &str, kernel: &Path, tree: &Path) -> Result<(), 
     let modules = Modules::scan(&kernel.join("modules"))?.in_order(wanted)?;
     let at_boot = modules.iter().filter(|module| module.name != LOADED_BY_MOUNT);
     let order: String = at_boot.map(|module| format!("{}\n", module.name)).collect();
-    for module in &modules {
+    put_code(&modules, tree)?;
+    let file = tree.join("modules/order");
+    Ok(at("write", &file, fs::write(&file, order))?)
+}
+
+fn put_code(modules: &[Module], tree: &Path) -> Result<(), CacheError> {
+    for module in modules {
         let file = tree.join("modules").join(format!("{}.ko", module.name));
         at("write", &file, fs::write(&file, &module.code))?;
     }
-    let file = tree.join("modules/order");
-    Ok(at("write", &file, fs::write(&file, order))?)
+    Ok(())
+}
+
+/// A module that is loaded when a file system of this name is mounted, with what it needs.
+fn put_driver(name: &str, kernel: &Path, tree: &Path) -> Result<(), GuestError> {
+    create(&tree.join("modules"))?;
+    let modules = Modules::scan(&kernel.join("modules"))?.in_order([name].into_iter())?;
+    put_code(&modules, tree)?;
+    let needs = modules.iter().filter(|module| module.name != name);
+    let needs: String = needs.map(|module| format!("{}\n", module.name)).collect();
+    let file = tree.join("modules").join(format!("{name}.needs"));
+    Ok(at("write", &file, fs::write(&file, needs))?)
 }
 
 pub(super) fn static_busybox() -> Result<PathBuf, GuestError> {

@@ -41,6 +41,8 @@ const PAGES_PER_PIECE: u64 = 8;
 const PIECES_MIN: usize = 1 << 14;
 /// Pages of the longest file: offsets are signed numbers of 64 bits (`MAX_LFS_FILESIZE` in Linux's include/linux/fs.h).
 const FILE_PAGES_MAX: u64 = i64::MAX.cast_unsigned() / PAGE_BYTES;
+/// Number that btrfs gives to an inode without a name, whose pages are the metadata (`BTRFS_BTREE_INODE_OBJECTID`).
+const BTRFS_METADATA_INODE: u64 = 1;
 /// Metadata comes first: without it every file has to wait for its own.
 const METADATA_HEAT: u8 = u8::MAX;
 
@@ -207,10 +209,16 @@ struct Target {
     is_device: bool,
 }
 
-/// `None` if the next guest could not find it: a file system without a UUID, or a device without a file system.
+/// `None` if the next guest could not find it: a file system without a UUID, a device without a file system, or what btrfs has its
+/// metadata in.
 fn target(cache: &PageCache, file: usize) -> Option<Target> {
     let file = cache.files[file];
     let (file_system, is_device) = match file.what {
+        FileKind::File { inode: BTRFS_METADATA_INODE, .. }
+            if cache.file_systems[file.file_system as usize].kind == "btrfs" =>
+        {
+            return None;
+        }
         FileKind::File { .. } => (file.file_system, false),
         FileKind::Device(device) => {
             let on_device = |system: &FileSystem| system.device == device && system.uuid != [0; 16];
@@ -388,7 +396,12 @@ mod tests {
     fn cache(files: &[(u32, FileKind)], runs: &[CachedRun]) -> PageCache {
         let files = files.iter().map(|(file_system, what)| CachedFile { file_system: *file_system, what: *what });
         PageCache {
-            file_systems: vec![system("ext4", 0xab, 5), system("tmpfs", 0, 6), system("bdev", 0, 1)],
+            file_systems: vec![
+                system("ext4", 0xab, 5),
+                system("tmpfs", 0, 6),
+                system("bdev", 0, 1),
+                system("btrfs", 0xcd, 7),
+            ],
             files: files.collect(),
             runs: runs.to_vec(),
             unknown_pages: 0,
@@ -457,9 +470,10 @@ mod tests {
 
     #[test]
     fn what_a_next_guest_cannot_find_is_not_listed() {
-        let files = [(1, ROOT), (2, FileKind::Device(77)), (2, FileKind::Device(6))];
-        let runs = [0, 1, 2].map(|file| CachedRun { pfn: 100 + 10 * u64::from(file), pages: 1, file, ..RUN });
-        check(&cache(&files, &runs), [(100, 1), (110, 2), (120, 3)], "");
+        let metadata_of_btrfs = FileKind::File { inode: BTRFS_METADATA_INODE, generation: 0 };
+        let files = [(1, ROOT), (2, FileKind::Device(77)), (2, FileKind::Device(6)), (3, metadata_of_btrfs)];
+        let runs = [0, 1, 2, 3].map(|file| CachedRun { pfn: 100 + 10 * u64::from(file), pages: 1, file, ..RUN });
+        check(&cache(&files, &runs), [(100, 1), (110, 2), (120, 3), (130, 4)], "");
     }
 
     #[test]
