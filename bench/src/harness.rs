@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use crate::host::facts::{self, Accelerator, HostFacts};
 use crate::record::Record;
 use crate::table::Table;
-use crate::{crash_recovery, disk, lazy_restore, rejuvenation, remount, warm_reboot};
+use crate::{crash_recovery, disk, lazy_restore, libvirt, rejuvenation, remount, warm_reboot};
 
 /// Makes a table of a bench's record.
 pub type ToTable = fn(&Record) -> Table;
@@ -19,7 +19,7 @@ pub struct Bench {
     pub second_table: Option<(&'static str, ToTable)>,
 }
 
-pub const BENCHES: [Bench; 6] = [
+pub const BENCHES: [Bench; 7] = [
     Bench { name: warm_reboot::NAME, table: warm_reboot::table, second_table: None },
     Bench { name: crash_recovery::NAME, table: crash_recovery::table, second_table: None },
     Bench {
@@ -30,6 +30,7 @@ pub const BENCHES: [Bench; 6] = [
     Bench { name: rejuvenation::NAME, table: rejuvenation::table, second_table: None },
     Bench { name: lazy_restore::NAME, table: lazy_restore::table, second_table: None },
     Bench { name: remount::NAME, table: remount::table, second_table: None },
+    Bench { name: libvirt::NAME, table: libvirt::table, second_table: None },
 ];
 
 /// Options that all benches have.

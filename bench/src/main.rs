@@ -1,6 +1,6 @@
 //! `hearth-bench`: measures Hearth beside the usual alternatives, shows it in a demo, and renders the figures.
 //!
-//! - warm-reboot, crash, disk, rejuvenate, restore, remount: one bench each; record in `target/bench/<name>.json`,
+//! - warm-reboot, crash, disk, rejuvenate, restore, remount, libvirt: one bench each; record in `target/bench/<name>.json`,
 //!   table on standard output
 //! - demo: a web server that crashes, three ways back; report in `target/demo/report.html`
 //! - docs: the tables of `docs/benchmarks/*.md` from the records
@@ -12,6 +12,7 @@ mod docs;
 mod harness;
 mod host;
 mod lazy_restore;
+mod libvirt;
 mod load;
 #[cfg(test)]
 mod overview;
@@ -111,6 +112,14 @@ enum Chore {
         #[arg(long)]
         at_once: Option<NonZeroUsize>,
     },
+    /// Measure a reboot and a panic of a libvirt domain, plain and attached
+    Libvirt {
+        #[command(flatten)]
+        common: Common,
+        /// Disk profiles to measure (default: all)
+        #[arg(long, env = "PROFILE", value_delimiter = ',')]
+        profile: Vec<Profile>,
+    },
     /// Show a Debian machine that panics and returns, warm and cold
     Demo {
         /// Folder for the report
@@ -119,6 +128,9 @@ enum Chore {
         /// Disk profile of the machine
         #[arg(long, env = "PROFILE", default_value = "cloud")]
         profile: Profile,
+        /// Whose machine the web server is; `libvirt` needs root
+        #[arg(long, env = "OWNER", default_value = "hearth")]
+        owner: demo::Owner,
         /// Crash three times in each way, and show the medians
         #[arg(long, env = "LONG", value_parser = clap::builder::FalseyValueParser::new())]
         long: bool,
@@ -207,7 +219,16 @@ fn run(chore: Chore) -> Result<(), Box<dyn Error>> {
             };
             harness::measure(remount::NAME, &common, |record| remount::run(&options, record))
         }
-        Chore::Demo { folder, profile, long } => Ok(demo::run(&folder, profile, long)?),
+        Chore::Libvirt { common, profile } => {
+            let quick = common.is_quick();
+            let options = libvirt::Options {
+                quick,
+                folder: common.folder.clone(),
+                profiles: chosen(profile, if quick { &[Profile::Paper] } else { &Profile::ALL }),
+            };
+            harness::measure(libvirt::NAME, &common, |record| libvirt::run(&options, record))
+        }
+        Chore::Demo { folder, profile, owner, long } => Ok(demo::run(&folder, profile, owner, long)?),
         Chore::Docs { folder } => Ok(docs::rewrite(&folder, &root().join(docs::PAGES))?),
     }
 }

@@ -36,7 +36,7 @@ const CPU: &str = "<cpu mode='maximum'><feature policy='disable' name='erms'/><f
                    <feature policy='disable' name='cx16'/></cpu>";
 const LOOK: Duration = Duration::from_millis(20);
 
-/// A libvirt of its own, with one domain whose guest is busybox.
+/// A libvirt of its own, with one domain.
 pub struct LibvirtVm {
     name: String,
     guest: Guest,
@@ -48,6 +48,20 @@ pub struct LibvirtVm {
     _slot: Slot,
 }
 
+/// A domain to define.
+pub struct Domain<'a> {
+    pub name: &'a str,
+    /// `None`: UEFI boots from the first disk.
+    pub boot: Option<Boot>,
+    pub memory_mib: u64,
+    pub cpus: u32,
+    /// What libvirt does after a panic, such as `restart`.
+    pub on_crash: &'a str,
+    pub disks: &'a [DomainDisk<'a>],
+    /// Pairs of a port of this host and of a port of the guest, to which it is forwarded.
+    pub forwards: &'a [(u16, u16)],
+}
+
 /// A disk of the domain.
 pub struct DomainDisk<'a> {
     /// Its target, which is its name.
@@ -55,11 +69,20 @@ pub struct DomainDisk<'a> {
     pub image: &'a Path,
     /// `raw` or `qcow2`.
     pub format: &'a str,
+    /// MiB and requests a second, of reads and writes together.
+    pub limits: Option<(u64, u64)>,
 }
 
 impl LibvirtVm {
-    /// Starts libvirt, and defines a domain with these disks. Without root it prints a message and returns `None`.
+    /// Defines a domain with these disks, whose guest is busybox. Without root it prints a message and returns `None`.
     pub fn define(name: &str, memory_mib: u64, disks: &[DomainDisk<'_>]) -> Result<Option<Self>> {
+        let (boot, on_crash) = (Some(artifacts::busybox(false)?), "destroy");
+        Self::define_domain(Domain { name, boot, memory_mib, cpus: 1, on_crash, disks, forwards: &[] })
+    }
+
+    /// Starts libvirt, and defines a domain. Without root it prints a message and returns `None`.
+    pub fn define_domain(domain: Domain<'_>) -> Result<Option<Self>> {
+        let name = domain.name;
         if !rustix::process::geteuid().is_root() {
             eprintln!("skipped: libvirt's own daemons need root");
             return Ok(None);
@@ -77,39 +100,57 @@ impl LibvirtVm {
         let (name, boots) = (name.to_owned(), Mutex::new(0));
         let vm = Self { name, guest, inside, folder, boots, _slot: slot };
         vm.wait_libvirt()?;
-        let xml = vm.definition(memory_mib, disks)?;
+        let xml = vm.definition(domain)?;
         vm.must(&["virsh", "define", "/dev/stdin"], &xml)?;
         Ok(Some(vm))
     }
 
-    fn definition(&self, memory_mib: u64, disks: &[DomainDisk<'_>]) -> Result<String> {
-        let Boot { kernel, initrd, cmdline } = artifacts::busybox(false)?;
+    fn definition(&self, domain: Domain<'_>) -> Result<String> {
+        let Domain { name, boot, memory_mib, cpus, on_crash, disks, forwards } = domain;
         let copy = |name: &str, from: &Path| -> Result<PathBuf> {
             let to = self.folder.path().join(name);
             at("copy", from, std::fs::copy(from, &to))?;
             open_to_all(&to)?;
             Ok(to)
         };
-        let (kernel, initrd) = (copy("kernel", &kernel)?, copy("initrd", &initrd)?);
-        let disk = |DomainDisk { target, image, format }: &DomainDisk<'_>| {
+        let boot = match boot {
+            Some(Boot { kernel, initrd, cmdline }) => format!(
+                "<kernel>{}</kernel><initrd>{}</initrd><cmdline>{cmdline}</cmdline>",
+                copy("kernel", &kernel)?.display(),
+                copy("initrd", &initrd)?.display(),
+            ),
+            None => "<loader readonly='yes' type='pflash'>/usr/share/OVMF/OVMF_CODE_4M.fd</loader>\
+                     <nvram template='/usr/share/OVMF/OVMF_VARS_4M.fd'/><boot dev='hd'/>"
+                .to_owned(),
+        };
+        let disk = |DomainDisk { target, image, format, limits }: &DomainDisk<'_>| {
+            let limits = limits.map_or_else(String::new, |(mib, requests)| {
+                let bytes = mib << 20;
+                format!(
+                    "<iotune><total_bytes_sec>{bytes}</total_bytes_sec><total_iops_sec>{requests}</total_iops_sec></iotune>"
+                )
+            });
             format!(
-                "<disk type='file' device='disk'><driver name='qemu' type='{format}' cache='none'/><source file='{}'/>\
-                 <target dev='{target}' bus='virtio'/></disk>",
+                "<disk type='file' device='disk'><driver name='qemu' type='{format}' cache='none' io='io_uring'/>\
+                 <source file='{}'/><target dev='{target}' bus='virtio'/>{limits}</disk>",
                 image.display()
             )
         };
         let disks: String = disks.iter().map(disk).collect();
-        let (name, folder) = (&self.name, self.folder.path().display());
+        let forwards: String =
+            forwards.iter().map(|(host, guest)| format!(",hostfwd=tcp:127.0.0.1:{host}-:{guest}")).collect();
+        let folder = self.folder.path().display();
         let qemu = which(&artifacts::qemu()?);
         Ok(format!(
-            "<domain type='qemu'>\n  <name>{name}</name>\n  <memory unit='MiB'>{memory_mib}</memory>\n  <vcpu>1</vcpu>\n  \
-             <os><type arch='x86_64' machine='q35'>hvm</type><kernel>{}</kernel><initrd>{}</initrd>\
-             <cmdline>{cmdline}</cmdline></os>\n  <features><acpi/><apic/></features>\n  {CPU}\n  \
-             <on_crash>destroy</on_crash>\n  <devices>\n    <emulator>{}</emulator>\n    {disks}\n    \
+            "<domain type='qemu' xmlns:qemu='http://libvirt.org/schemas/domain/qemu/1.0'>\n  <name>{name}</name>\n  \
+             <memory unit='MiB'>{memory_mib}</memory>\n  <vcpu>{cpus}</vcpu>\n  \
+             <os><type arch='x86_64' machine='q35'>hvm</type>{boot}</os>\n  <features><acpi/><apic/></features>\n  {CPU}\n  \
+             <on_crash>{on_crash}</on_crash>\n  <devices>\n    <emulator>{}</emulator>\n    {disks}\n    \
              <serial type='unix'><source mode='connect' path='{folder}/serial.sock'/></serial>\n    \
-             <rng model='virtio'><backend model='random'>/dev/urandom</backend></rng>\n  </devices>\n</domain>\n",
-            kernel.display(),
-            initrd.display(),
+             <rng model='virtio'><backend model='random'>/dev/urandom</backend></rng>\n  </devices>\n  \
+             <qemu:commandline><qemu:arg value='-netdev'/><qemu:arg value='user,id=net{forwards}'/>\
+             <qemu:arg value='-device'/><qemu:arg value='virtio-net-pci,netdev=net,romfile=,addr=0x1d'/>\
+             </qemu:commandline>\n</domain>\n",
             qemu.display(),
         ))
     }

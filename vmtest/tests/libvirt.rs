@@ -7,8 +7,8 @@ use std::process::Command;
 
 use hearth_api::{EmberStatus, EventKind, MachineState};
 use hearth_vmtest::images::{self, File};
-use hearth_vmtest::libvirt::{DomainDisk, LibvirtVm};
-use hearth_vmtest::{Drives, Result};
+use hearth_vmtest::libvirt::{Domain, DomainDisk, LibvirtVm};
+use hearth_vmtest::{Drives, Result, artifacts, boot_disk};
 
 const FILES: usize = 48;
 const FILE_BYTES: usize = 1 << 20;
@@ -35,7 +35,7 @@ impl Files {
         let image = images.path().join("data.img");
         let files: Vec<_> = (0..FILES).map(|file| File::pattern(&format!("f{file}"), FILE_BYTES, SEED)).collect();
         images::ext4(&image, FILES as u64 + 64, &files)?;
-        let disk = DomainDisk { target: "vda", image: &image, format: "raw" };
+        let disk = DomainDisk { target: "vda", image: &image, format: "raw", limits: None };
         let vm = LibvirtVm::define(name, MEMORY_MIB, &[disk])?;
         Ok(vm.map(|vm| Self { vm, image, _images: images }))
     }
@@ -296,7 +296,7 @@ fn both_disks_of_a_domain_are_warm() -> Result<()> {
     let converted = Command::new("qemu-img").args(convert).args([&raw, &qcow2]).status();
     assert!(converted.is_ok_and(|status| status.success()));
     let disks = [("vda", &raw, "raw"), ("vdb", &qcow2, "qcow2")];
-    let disks = disks.map(|(target, image, format)| DomainDisk { target, image, format });
+    let disks = disks.map(|(target, image, format)| DomainDisk { target, image, format, limits: None });
     let Some(vm) = LibvirtVm::define("two", MEMORY_MIB, &disks)? else { return Ok(()) };
     vm.hearth(&["attach", "two", "--yes"])?;
     vm.start()?;
@@ -320,5 +320,42 @@ fn both_disks_of_a_domain_are_warm() -> Result<()> {
     let status = vm.status()?;
     assert!(status.ember.pages_served >= 2 * PAGES * 9 / 10, "{:?}", status.ember);
     assert_eq!(status.incarnation, 3);
+    Ok(())
+}
+
+/// UEFI's own driver reads the boot loader and the kernel before the next kernel runs.
+#[test]
+fn cache_survives_resets_of_a_domain_that_uefi_boots() -> Result<()> {
+    let images = tempfile::tempdir().expect("a folder");
+    std::fs::set_permissions(images.path(), Permissions::from_mode(0o755)).expect("our own folder");
+    let [boot, data] = ["boot.img", "data.img"].map(|name| images.path().join(name));
+    boot_disk::uefi(&boot, &artifacts::busybox(false)?)?;
+    let files: Vec<_> = (0..FILES).map(|file| File::pattern(&format!("f{file}"), FILE_BYTES, SEED)).collect();
+    images::ext4(&data, FILES as u64 + 64, &files)?;
+    let disks = [("vda", &boot), ("vdb", &data)];
+    let disks = disks.map(|(target, image)| DomainDisk { target, image, format: "raw", limits: None });
+    let (name, memory_mib, on_crash) = ("uefi", MEMORY_MIB, "restart");
+    let domain = Domain { name, boot: None, memory_mib, cpus: 1, on_crash, disks: &disks, forwards: &[] };
+    let Some(vm) = LibvirtVm::define_domain(domain)? else { return Ok(()) };
+    vm.hearth(&["attach", name, "--yes"])?;
+    vm.start()?;
+    vm.start_host()?;
+    let verify = || {
+        vm.sh("grep -q ' /mnt ' /proc/mounts || mount -o noatime /dev/vdb /mnt")?;
+        vm.sh(&format!("for f in /mnt/f*; do probe verify $f {SEED} || {{ echo in $f; exit 1; }}; done"))
+    };
+    for number in 1..=2 {
+        verify()?;
+        vm.virsh("reset", &[])?;
+        vm.wait_next_boot()?;
+        let moved = |event: &EventKind| matches!(event, EventKind::BlocksRescued { released: true, left: 0, .. });
+        let events = vm.events()?;
+        assert_eq!(events.iter().filter(|record| moved(&record.event)).count(), number, "{events:?}");
+        verify()?;
+        let status = vm.status()?;
+        assert!(status.ember.pages_served >= PAGES * 9 / 10, "{:?}", status.ember);
+        let memory = status.memory;
+        assert!(memory.peak_bytes <= memory.budget_bytes * 103 / 100, "{memory:?}");
+    }
     Ok(())
 }

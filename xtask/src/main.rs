@@ -107,7 +107,12 @@ fn run(chore: Chore) -> Outcome {
         Chore::Soak { name } => return soak::run(name.as_deref()),
         Chore::Ci => return ci(),
         Chore::Docs => shell::run(cargo().args(["test", "--quiet", "-p", "hearth", "generated"]))?,
-        Chore::Demo => bench(&["demo"])?,
+        Chore::Demo => {
+            if std::env::var("OWNER").is_ok_and(|owner| owner == "libvirt") {
+                setup::ensure(&setup::TEST_TOOLS)?;
+            }
+            bench(&["demo"])?;
+        }
         Chore::Bench { list: true, .. } => {
             build_bench()?;
             shell::run(&mut release_bench(&["--list"]))?;
@@ -119,6 +124,7 @@ fn run(chore: Chore) -> Outcome {
                     setup::ensure_tools()?;
                     guest::debian_large()?;
                 }
+                "libvirt" => setup::ensure(&setup::TEST_TOOLS)?,
                 "crash" => setup::ensure(&[setup::tool("makedumpfile", "makedumpfile")])?,
                 "restore" => {
                     setup::ensure_tools()?;

@@ -11,7 +11,7 @@ use crate::host::profile::Profile;
 use crate::load::trace::Trace;
 use crate::load::{self, Load};
 use crate::report::Run;
-use crate::sides::{Guest, HearthMachine, HearthOptions, Machine, Way};
+use crate::sides::{DomainMachine, DomainOptions, Guest, HearthMachine, HearthOptions, Machine, Way};
 use crate::warm_reboot::targets;
 
 /// Seconds of load before and after the crash.
@@ -25,7 +25,8 @@ pub struct Life {
     pub run: Run,
     /// Read from the disk since the crash.
     pub from_disk_mib: f64,
-    pub ember: EmberStatus,
+    /// `None` of a domain without Hearth.
+    pub ember: Option<EmberStatus>,
     pub recovery: Option<Recovery>,
     trace: Trace,
     begun_s: f64,
@@ -62,50 +63,62 @@ impl Life {
 
     #[cfg(test)]
     pub fn with_answers(run: Run, trace: Trace, [begun_s, crashed_s, back_s]: [f64; 3]) -> Self {
-        let ember = EmberStatus {
-            mode: hearth_api::EmberMode::On,
-            pages_kept: 0,
-            kept_bytes: 0,
-            pages_served: 0,
-            served_bytes: 0,
-            pages_served_in_part: 0,
-            refused: hearth_api::Refused::default(),
-            pages_remaining: 0,
-            remaining_bytes: 0,
-        };
-        Life { run, from_disk_mib: 0.0, ember, recovery: None, trace, begun_s, crashed_s, back_s }
+        Life { run, from_disk_mib: 0.0, ember: None, recovery: None, trace, begun_s, crashed_s, back_s }
     }
+}
+
+/// What runs the web server.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Runner {
+    /// A machine of Hearth.
+    Machine { refill: bool },
+    /// A domain of libvirt that is attached to Hearth.
+    Attached { refill: bool },
+    /// A domain of libvirt.
+    Domain,
 }
 
 /// A machine of the demo.
 pub struct Server<'a> {
-    machine: HearthMachine,
+    machine: Box<dyn Machine>,
+    runner: Runner,
     boots: usize,
     progress: &'a Progress,
 }
 
 impl<'a> Server<'a> {
     /// Starts a machine on this image, and waits until it serves.
-    pub fn start(image: &Path, refill: bool, profile: Profile, progress: &'a Progress) -> Result<Self, DemoError> {
-        let with = if refill { " with refill" } else { "" };
-        progress.tell(&format!("a Debian machine{with} boots under Hearth"));
-        let machine = HearthMachine::start(&HearthOptions {
-            guest: Guest::Debian,
-            image,
-            accelerator: "auto",
-            rate: profile.rate(),
-            warm: true,
-            refill,
-        })?;
-        let server = Server { machine, boots: 1, progress };
+    pub fn start(image: &Path, runner: Runner, profile: Profile, progress: &'a Progress) -> Result<Self, DemoError> {
+        let (guest, rate) = (Guest::Debian, profile.rate());
+        progress.tell(match runner {
+            Runner::Machine { refill: true } => "a Debian machine with refill boots under Hearth",
+            Runner::Machine { refill: false } => "a Debian machine boots under Hearth",
+            Runner::Attached { refill: true } => "a Debian domain with refill boots under libvirt, attached to Hearth",
+            Runner::Attached { refill: false } => "a Debian domain boots under libvirt, attached to Hearth",
+            Runner::Domain => "a Debian domain boots under libvirt alone",
+        });
+        let machine: Box<dyn Machine> = match runner {
+            Runner::Machine { refill } => {
+                let options = HearthOptions { guest, image, accelerator: "auto", rate, warm: true, refill };
+                Box::new(HearthMachine::start(&options)?)
+            }
+            Runner::Attached { .. } | Runner::Domain => {
+                let is_attached = runner != Runner::Domain;
+                Box::new(DomainMachine::start(&DomainOptions { guest, image, rate, is_attached })?)
+            }
+        };
+        let server = Server { machine, runner, boots: 1, progress };
         server.wait_ready()?;
-        load::wait_for_service(&targets(&server.machine), patience(20))?;
+        load::wait_for_service(&targets(server.machine.as_ref()), patience(20))?;
+        if runner == (Runner::Attached { refill: false }) {
+            server.machine.run_within("systemctl mask hearth-refill", patience(5))?;
+        }
         server.machine.ready()?;
         Ok(server)
     }
 
     pub fn qemu(&self) -> Result<Option<QemuStatus>, DemoError> {
-        Ok(self.machine.machine_status()?.qemu)
+        Ok(self.machine.status()?.and_then(|status| status.qemu))
     }
 
     /// Its error shows the console of a guest that does not boot.
@@ -118,6 +131,7 @@ impl<'a> Server<'a> {
         let (word, way) = match run {
             Run::Refill => ("warm with refill", Way::Warm),
             Run::Warm => ("warm", Way::Warm),
+            Run::Cold if self.runner == Runner::Domain => ("cold (without Hearth)", Way::Warm),
             Run::Cold => ("cold (nothing kept)", Way::Cold),
         };
         let tell = |what: &str| self.progress.tell(&format!("{word}: {what}"));
@@ -125,7 +139,7 @@ impl<'a> Server<'a> {
         let read = format!("cat {} >/dev/null", Guest::Debian.files());
         self.machine.run_within(&read, Duration::from_secs(300))?;
         tell(&format!("web load for {BEFORE_S:.0} s"));
-        let load = Load::start(targets(&self.machine))?;
+        let load = Load::start(targets(self.machine.as_ref()))?;
         let begun_s = load.wait_back(patience(5))?;
         load.run_until(begun_s + BEFORE_S);
         let read_bytes = || self.machine.own_read_bytes().unwrap_or(0);
@@ -133,9 +147,10 @@ impl<'a> Server<'a> {
         self.machine.crash(way)?;
         load.announce_outage();
         self.boots += 1;
-        match way {
-            Way::Cold => tell("the machine was reset, and its memory dropped"),
-            _ => tell("the kernel panicked (sysrq); Hearth starts the next incarnation"),
+        match (self.runner, way) {
+            (_, Way::Cold) => tell("the machine was reset, and its memory dropped"),
+            (Runner::Machine { .. }, _) => tell("the kernel panicked (sysrq); Hearth starts the next incarnation"),
+            _ => tell("the kernel panicked (sysrq), and the guest was reset"),
         }
         let back_s = load.wait_back(patience(20))?;
         self.machine.ready()?;
@@ -145,9 +160,10 @@ impl<'a> Server<'a> {
         let trace = load.trace();
         drop(load);
         self.wait_ready()?;
-        let status = self.machine.machine_status()?;
+        let status = self.machine.status()?;
         tell(&format!("done; {from_disk_mib:.0} MiB came from the disk since the crash"));
-        let (ember, recovery) = (status.ember, status.last_recovery);
+        let (ember, recovery) = status.map(|status| (status.ember, status.last_recovery)).unzip();
+        let recovery = recovery.flatten();
         Ok(Life { run, from_disk_mib, ember, recovery, trace, begun_s, crashed_s, back_s })
     }
 }

@@ -4,13 +4,18 @@
 //! a machine with refill, then one without: boot -> (fill the file cache -> serve -> crash -> serve) for each of its ways. Then a
 //! table, and the report in `target/demo/report.html`.
 //!
+//! With `OWNER=libvirt` the web server is a domain of a libvirt of the demo's own (as root): attached to Hearth with refill, attached
+//! without, and as libvirt alone runs it (cold).
+//!
 //! Hearth's own limits slow the disk, which needs no root. The default is the `cloud` profile: an unlimited disk would show the
 //! demo host's SSD, which few virtual machines have to themselves.
 
 mod life;
 mod page;
 
+use std::fs::Permissions;
 use std::io;
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
@@ -24,10 +29,12 @@ use crate::load::LoadError;
 use crate::report::Run;
 use crate::stats;
 use crate::table::Table;
-use life::{Life, Server};
+use life::{Life, Runner, Server};
 
 #[derive(Debug, thiserror::Error)]
 pub enum DemoError {
+    #[error("libvirt's daemons need root: run `make demo OWNER=libvirt` as root")]
+    NotRoot,
     #[error("cannot prepare {path}")]
     Prepare { path: PathBuf, source: io::Error },
     #[error("the demo's machine")]
@@ -49,23 +56,55 @@ impl Progress {
     }
 }
 
+/// Whose machine the web server is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum Owner {
+    /// Hearth runs its QEMU.
+    Hearth,
+    /// libvirt runs its QEMU.
+    Libvirt,
+}
+
+impl Owner {
+    /// What runs the web server, each with the ways in which it comes back.
+    fn runners(self) -> &'static [(Runner, &'static [Run])] {
+        match self {
+            Owner::Hearth => &[
+                (Runner::Machine { refill: true }, &[Run::Refill]),
+                (Runner::Machine { refill: false }, &[Run::Warm, Run::Cold]),
+            ],
+            Owner::Libvirt => &[
+                (Runner::Attached { refill: true }, &[Run::Refill]),
+                (Runner::Attached { refill: false }, &[Run::Warm]),
+                (Runner::Domain, &[Run::Cold]),
+            ],
+        }
+    }
+}
+
 /// Crashes of each way with `LONG=1`.
 const LONG_CRASHES: usize = 3;
 
 /// Runs the demo on a disk of this profile: one crash of each way, or the median of several (`long`). `folder` gets the images while
 /// the demo runs, and the report.
-pub fn run(folder: &Path, profile: Profile, long: bool) -> Result<(), DemoError> {
+pub fn run(folder: &Path, profile: Profile, owner: Owner, long: bool) -> Result<(), DemoError> {
+    if owner == Owner::Libvirt && !rustix::process::geteuid().is_root() {
+        return Err(DemoError::NotRoot);
+    }
     let progress = Progress { begun: Instant::now() };
     let images =
         Scratch::new(folder, "images").map_err(|source| DemoError::Prepare { path: folder.to_owned(), source })?;
     let image = images.path().join("root.img");
     let (mut crashes, mut qemu) = (Vec::new(), None);
-    for ways in [&[Run::Refill][..], &[Run::Warm, Run::Cold]] {
+    // QEMU of libvirt runs as a user of its own.
+    let opened = std::fs::set_permissions(images.path(), Permissions::from_mode(0o755));
+    opened.map_err(|source| DemoError::Prepare { path: images.path().to_owned(), source })?;
+    for (runner, ways) in owner.runners() {
         images::copy(&Debian::Web.root()?, &image)?;
-        let mut server = Server::start(&image, ways.contains(&Run::Refill), profile, &progress)?;
-        qemu = server.qemu()?;
+        let mut server = Server::start(&image, *runner, profile, &progress)?;
+        qemu = server.qemu()?.or(qemu);
         for _ in 0..if long { LONG_CRASHES } else { 1 } {
-            for way in ways {
+            for way in *ways {
                 crashes.push(server.crash(*way)?);
             }
         }
@@ -75,7 +114,7 @@ pub fn run(folder: &Path, profile: Profile, long: bool) -> Result<(), DemoError>
     let lives: Vec<Life> = Run::ALL.into_iter().filter_map(|run| middle(&mut crashes, run, before)).collect();
     let on = |accelerator: &str| qemu.as_ref().is_some_and(|qemu| qemu.accelerator == accelerator);
     let machine = HostFacts::gather(if on("kvm") { Accelerator::Kvm } else { Accelerator::Tcg });
-    let report = page::report(&lives, before, qemu.as_ref(), &machine, profile);
+    let report = page::report(&lives, before, qemu.as_ref(), &machine, profile, owner);
     let path = folder.join("report.html");
     report.write(&path).map_err(|source| DemoError::Write { path: path.clone(), source })?;
     println!("\n{}\n{}\n", table(&report.lines).text(), report.verdict);

@@ -2,6 +2,7 @@
 
 use hearth_api::{EmberStatus, QemuStatus, Recovery};
 
+use super::Owner;
 use super::life::{AFTER_S, Life};
 use crate::host::facts::HostFacts;
 use crate::host::profile::Profile;
@@ -10,26 +11,41 @@ use crate::stats::degradation_pct;
 use crate::table::figure;
 
 /// `before`: requests a second before the crashes.
-pub fn report(lives: &[Life], before: f64, qemu: Option<&QemuStatus>, machine: &HostFacts, profile: Profile) -> Report {
+pub fn report(
+    lives: &[Life],
+    before: f64,
+    qemu: Option<&QemuStatus>,
+    machine: &HostFacts,
+    profile: Profile,
+    owner: Owner,
+) -> Report {
     let served = |run: Run| {
         let life = lives.iter().find(|life| life.run == run).expect("there is a crash of each way");
         Served { full_s: life.full_speed_s(before), lost_pct: degradation_pct(before, life.web_after()) }
     };
     Report {
         title: "A kernel crash, warm and cold".to_owned(),
-        lead:
-            "A Debian web server with 512 files of 1 MiB in its file cache crashed under load. Hearth brought it back \
-               with that file cache, read back from the memory of its dead kernel while it booted (refill); on that \
-               memory alone (warm); and, for comparison, on its disk alone (cold)."
-                .to_owned(),
+        lead: lead(owner),
         verdict: verdict(&served(Run::Refill), &served(Run::Cold)),
         tiles: tiles(lives, before),
         series: lives.iter().map(series).collect(),
         lines: lines(lives, before),
         timelines: lives.iter().filter_map(timeline).collect(),
-        notes: notes(qemu, machine, profile),
+        notes: notes(qemu, machine, profile, owner),
         footer: format!("Hearth {}, {}", env!("CARGO_PKG_VERSION"), crate::host::facts::now_rfc3339()),
     }
+}
+
+fn lead(owner: Owner) -> String {
+    let (server, cold) = match owner {
+        Owner::Hearth => ("web server", "on its disk alone (cold)"),
+        Owner::Libvirt => ("web server, a domain of libvirt,", "without Hearth (cold)"),
+    };
+    format!(
+        "A Debian {server} with 512 files of 1 MiB in its file cache crashed under load. With Hearth it came back with that \
+         file cache, read back from the memory of its dead kernel while it booted (refill); on that memory alone (warm); \
+         and, for comparison, {cold}."
+    )
 }
 
 fn by_run<T>(lives: &[Life], of: impl Fn(&Life) -> T) -> ByRun<T> {
@@ -99,7 +115,9 @@ fn lines(lives: &[Life], before: f64) -> Vec<Line> {
         values: by_run(lives, text),
     };
     let nothing = || "–".to_owned();
-    let pages = |of: fn(&EmberStatus) -> u64| move |life: &Life| of(&life.ember).to_string();
+    let pages = |of: fn(&EmberStatus) -> u64| {
+        move |life: &Life| life.ember.as_ref().map_or_else(|| "–".to_owned(), |ember| of(ember).to_string())
+    };
     vec![
         line("web requests per second", figure(before), &|life| figure(life.web_after())),
         line("crash to first answer, s", nothing(), &|life| figure(life.outage_s())),
@@ -130,10 +148,14 @@ fn timeline(life: &Life) -> Option<Timeline> {
     })
 }
 
-fn notes(qemu: Option<&QemuStatus>, machine: &HostFacts, profile: Profile) -> Vec<String> {
+fn notes(qemu: Option<&QemuStatus>, machine: &HostFacts, profile: Profile, owner: Owner) -> Vec<String> {
+    let limits = match owner {
+        Owner::Hearth => "Hearth's own limits",
+        Owner::Libvirt => "libvirt's iotune, which `hearth attach` turned into limits of Hearth's own",
+    };
     let mut notes = vec![
         format!("{}; QEMU {}.", machine.describe(), qemu.map_or("", |qemu| &qemu.version)),
-        format!("The disk was limited to {} by Hearth's own limits, in all ways alike.", profile.describe()),
+        format!("The disk was limited to {} by {limits}, in all ways alike.", profile.describe()),
     ];
     if let Some(qemu) = qemu.filter(|qemu| qemu.accelerator == "tcg") {
         notes.push(format!(

@@ -47,22 +47,22 @@ impl Server {
 
 /// Two ways of reading that miss, each with its figure. More is better in both.
 #[derive(Clone, Copy)]
-enum Read {
+pub enum Read {
     Sequential,
     Random4k,
 }
 
 impl Read {
-    const BOTH: [Read; 2] = [Read::Sequential, Read::Random4k];
+    pub const BOTH: [Read; 2] = [Read::Sequential, Read::Random4k];
 
-    fn word(self) -> &'static str {
+    pub fn word(self) -> &'static str {
         match self {
             Read::Sequential => "seq",
             Read::Random4k => "rand4k",
         }
     }
 
-    fn unit(self) -> &'static str {
+    pub fn unit(self) -> &'static str {
         match self {
             Read::Sequential => "MiB/s",
             Read::Random4k => "1/s",
@@ -198,6 +198,11 @@ fn read_once(vm: &TestVm, server: Server, read: Read, profile: Profile) -> Resul
         return Err(InGuestError::NoDisk(serial));
     }
     let count = if profile == Profile::Paper { 400 } else { 4000 };
+    read_disk(vm, disk, read, count)
+}
+
+/// Drops the guest's caches and reads a disk: all of it, in MiB/s, or so many blocks in random order, in blocks a second.
+pub fn read_disk(vm: &impl Drives, disk: &str, read: Read, count: u32) -> Result<f64, InGuestError> {
     let command = match read {
         Read::Sequential => format!("probe drop-caches && probe read /dev/{disk}"),
         Read::Random4k => format!("probe drop-caches && probe direct-randread /dev/{disk} {count}"),

@@ -8,8 +8,8 @@
 mod client;
 mod formats;
 mod host_side;
-mod image;
-mod in_guest;
+pub mod image;
+pub mod in_guest;
 mod storage_daemon;
 
 use std::path::PathBuf;

@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use hearth_vmtest::artifacts::Debian;
+use hearth_vmtest::artifacts::{self, Boot, Debian};
 use hearth_vmtest::images::{self, File};
 use hearth_vmtest::{Disk, PlainVm, PlainVmBuilder, Result, TestVm, TestVmBuilder, pattern};
 
@@ -32,7 +32,7 @@ impl Guest {
     }
 
     /// A server has several processors, and its boot uses hardly more than one of them.
-    fn cpus(self) -> u32 {
+    pub(super) fn cpus(self) -> u32 {
         if self == Guest::Busybox { 1 } else { 2 }
     }
 
@@ -105,6 +105,15 @@ impl Guest {
                 images::ext4_for_good(&image, (2 * FILES * self.file_bytes()) as u64 >> 20, &files)?;
                 Ok(image)
             }
+        }
+    }
+
+    /// Kernel, initial RAM disk and command line.
+    pub(super) fn boot(self) -> Result<Boot> {
+        match self {
+            Guest::Debian => Debian::Web.boot(),
+            Guest::Large => Debian::Large.boot(),
+            Guest::Busybox => artifacts::busybox(false),
         }
     }
 

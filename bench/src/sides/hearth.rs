@@ -82,7 +82,7 @@ impl Machine for HearthMachine {
     fn crash(&self, way: Way) -> Result<()> {
         let incarnation = self.machine_status()?.incarnation;
         match way {
-            Way::Warm => self.vm.panic()?,
+            Way::Warm | Way::Reboot => self.vm.panic()?,
             Way::Killed => self.vm.kill_qemu()?,
             Way::Cold => drop(self.vm.cli(&["reboot", self.vm.name(), "--cold", "--force"])?),
         }

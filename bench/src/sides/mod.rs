@@ -3,6 +3,7 @@
 //! All have the same kernel, CPU model, memory, network and image. They differ in the server of the disk, and in what is kept
 //! after a crash.
 
+mod domain;
 mod guest;
 mod hearth;
 mod plain;
@@ -15,6 +16,7 @@ use std::time::Duration;
 use hearth_api::MachineStatus;
 use hearth_vmtest::{Output, Result};
 
+pub use domain::{DomainMachine, DomainOptions};
 pub use guest::{FILES, Guest};
 pub use hearth::{BOOT_SET_LIMIT, HearthMachine, HearthOptions, limited, ready, with_boot_set};
 pub use ports::Ports;
@@ -36,6 +38,10 @@ pub enum Stack {
     PmemDax,
     /// QEMU alone with the whole image in RAM: the limit for anything that serves a disk.
     Ram,
+    /// A domain of libvirt, `cache=none,io=io_uring`.
+    Domain,
+    /// The same domain, attached to Hearth.
+    AttachedDomain,
 }
 
 /// How a machine crashes, and what it keeps.
@@ -47,10 +53,12 @@ pub enum Way {
     Cold,
     /// QEMU is killed; the stack keeps what it can.
     Killed,
+    /// `virsh reboot`: the guest shuts down in order, and its QEMU is reset; only for domains.
+    Reboot,
 }
 
 impl Stack {
-    /// `ColdPrefetch` needs the cache map of `HearthRefill`, so it comes later.
+    /// All but domains. `ColdPrefetch` needs the cache map of `HearthRefill`, so it comes later.
     pub const ALL: [Stack; 7] = [
         Stack::Hearth,
         Stack::HearthRefill,
@@ -70,6 +78,8 @@ impl Stack {
             Stack::QemuHostCache => "qemu-host-cache",
             Stack::PmemDax => "pmem-dax",
             Stack::Ram => "ram",
+            Stack::Domain => "libvirt",
+            Stack::AttachedDomain => "attached",
         }
     }
 
@@ -78,8 +88,17 @@ impl Stack {
         matches!(self, Stack::Hearth | Stack::HearthRefill)
     }
 
+    /// Whether it is a domain of libvirt.
+    pub fn is_domain(self) -> bool {
+        matches!(self, Stack::Domain | Stack::AttachedDomain)
+    }
+
     pub fn ways(self) -> &'static [Way] {
-        if self == Stack::Hearth { &[Way::Warm, Way::Cold] } else { &[Way::Warm] }
+        match self {
+            Stack::Hearth => &[Way::Warm, Way::Cold],
+            Stack::Domain | Stack::AttachedDomain => &[Way::Reboot, Way::Warm],
+            _ => &[Way::Warm],
+        }
     }
 
     /// The side as rows name it: `hearth-warm`, `qemu-direct`.
@@ -88,6 +107,8 @@ impl Stack {
             (Stack::Hearth, Way::Warm) => "hearth-warm".to_owned(),
             (Stack::Hearth, Way::Cold) => "hearth-cold".to_owned(),
             (Stack::Hearth, Way::Killed) => "hearth-killed".to_owned(),
+            (Stack::Domain | Stack::AttachedDomain, Way::Reboot) => format!("{}-reboot", self.name()),
+            (Stack::Domain | Stack::AttachedDomain, _) => format!("{}-panic", self.name()),
             _ => self.name().to_owned(),
         }
     }
@@ -123,6 +144,11 @@ pub trait Machine {
     /// Pages and bytes of the youngest cache map, and the milliseconds that it took, under Hearth.
     fn cache_map(&self) -> Option<(u64, u64, f64)> {
         None
+    }
+
+    /// Milliseconds for which each reset of an attached domain was held, with the number of pages that were moved meanwhile.
+    fn reset_pauses(&self) -> Result<Vec<(f64, u64)>> {
+        Ok(Vec::new())
     }
 
     /// Hearth's status of the machine.

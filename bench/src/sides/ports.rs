@@ -41,7 +41,7 @@ impl Ports {
     }
 
     /// Pairs of a port of this host and a port of the guest.
-    fn forwards(self) -> [(u16, u16); 2] {
+    pub(super) fn forwards(self) -> [(u16, u16); 2] {
         [(self.web, 80), (self.database, 5432)]
     }
 }

@@ -10,7 +10,7 @@
 //! one side alone.
 
 mod faults;
-mod session;
+pub mod session;
 mod summary;
 
 use std::path::PathBuf;

@@ -350,6 +350,12 @@ impl<'a> Session<'a> {
                 record.add(&case, "host_page_cache_mib", "MiB", host_cache / MIB);
             }
         }
+        for (pause_ms, pages) in self.machine.reset_pauses().map_err(|error| self.machine_error(error))? {
+            record.add(&case, "reset_pause_ms", "ms", pause_ms);
+            if pages > 0 {
+                record.add(&case, "reset_pause_us_per_page", "us", pause_ms * 1e3 / pages as f64);
+            }
+        }
         if let Some(status) = self.machine.status().map_err(|error| self.machine_error(error))? {
             record.add(&case, "keeper_peak_pct", "%", status.memory.peak_bytes as f64 / ram_bytes * 100.0);
         }
