@@ -31,6 +31,10 @@ use crate::runtime_root::RuntimeRoot;
 
 /// The script that calls this program.
 pub const PATH: &str = "/etc/libvirt/hooks/qemu.d/hearth";
+/// The script as the package installs it. dpkg asks about one that differs.
+const SCRIPT: &str = include_str!("../../../../packaging/libvirt-hook");
+/// This program in the script.
+const PROGRAM: &str = "'/usr/bin/hearth'";
 /// A domain that is never to run: the hook refuses its start, and so shows that it is called.
 const PROBE: &str = "hearth-hook-probe";
 const PROBE_ANSWER: &str = "the hook of Hearth is called";
@@ -190,7 +194,12 @@ pub fn install() -> io::Result<()> {
         fs::create_dir_all(folder)?;
     }
     let mut file = OpenOptions::new().create_new(true).write(true).mode(0o755).open(PATH)?;
-    write!(file, "#!/bin/sh\nexec '{}' hook \"$@\"\n", program.display())
+    file.write_all(script(&program).as_bytes())
+}
+
+/// The script that calls `program`.
+fn script(program: &Path) -> String {
+    SCRIPT.replace(PROGRAM, &format!("'{}'", program.display()))
 }
 
 /// Whether libvirt calls the hook: a domain that the hook refuses must not start. `xml`: a definition whose QEMU works.
@@ -203,5 +212,16 @@ pub fn is_live(virsh: &Virsh, xml: &str) -> Result<bool, CliError> {
         }
         Err(VirshError::Failed { said, .. }) if said.contains(PROBE_ANSWER) => Ok(true),
         Err(error) => Err(error.into()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn made_hook_calls_only_this_program() {
+        let script = script(Path::new("/opt/hearth"));
+        assert!(script.contains("exec '/opt/hearth' hook \"$@\"") && !script.contains("/usr/bin/"), "{script}");
     }
 }
