@@ -15,8 +15,8 @@ setup: toolchain ## install what is missing, make the guest images
 build: toolchain ## target/release/hearth, and target/guest/refill/hearth-refill.deb for guests
 	@$(XTASK) build
 
-deb: toolchain ## Debian packages: for hosts, and for guests
-	@$(XTASK) deb
+deb: toolchain ## Debian packages: for hosts, and for guests (CHECK=1 tries them on clean Debians)
+	@$(XTASK) deb $(if $(CHECK),--check)
 
 test: toolchain ## unit tests and VM tests (QEMU=10 runs the guests on QEMU 10)
 	@$(XTASK) test

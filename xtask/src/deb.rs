@@ -1,18 +1,27 @@
 //! Debian packages: a tree of files and the maintainer's scripts, packed by dpkg-deb; and the package of Hearth itself.
 
+mod check;
+
 use std::fs;
 use std::io;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+use crate::setup::{self, SetupError};
 use crate::shell::{self, ShellError};
 use crate::{cargo, paths};
+pub use check::check;
+
+/// The version of everything in the checkout.
+pub const VERSION: &str = env!("CARGO_PKG_VERSION");
 
 #[derive(Debug, thiserror::Error)]
 pub enum DebError {
     #[error(transparent)]
     Shell(#[from] ShellError),
+    #[error(transparent)]
+    Setup(#[from] SetupError),
     #[error("cannot write {path}")]
     File { path: PathBuf, source: io::Error },
 }
@@ -20,12 +29,28 @@ pub enum DebError {
 /// A package that is being made.
 pub struct Package {
     tree: PathBuf,
+    name: &'static str,
+    version: String,
 }
 
 impl Package {
-    /// An empty one. `tree`: an own folder, removed at the end.
-    pub fn new(tree: PathBuf) -> Self {
-        Self { tree }
+    /// An empty one, but for its copyright and changelog. `tree`: an own folder, removed at the end.
+    pub fn new(tree: PathBuf, name: &'static str, version: &str) -> Result<Self, DebError> {
+        let package = Self { tree, name, version: version.to_owned() };
+        package.file(&package.document("copyright"), include_bytes!("../../packaging/debian/copyright"), 0o644)?;
+        let changelog = format!(
+            "{name} ({version}) unstable; urgency=medium\n\n  * See the project's CHANGELOG.md.\n\n -- The Hearth developers \
+             <developers@hearth.invalid>  Thu, 01 Jan 2026 00:00:00 +0000\n"
+        );
+        let path = package.document("changelog");
+        package.file(&path, changelog.as_bytes(), 0o644)?;
+        compress(&package.tree.join(path))?;
+        Ok(package)
+    }
+
+    /// Path of a file of its documentation.
+    fn document(&self, file: &str) -> String {
+        format!("usr/share/doc/{}/{file}", self.name)
     }
 
     /// Adds a file of the installed system.
@@ -40,7 +65,7 @@ impl Package {
 
     /// Adds the control file, with this package's version.
     pub fn control(&self, text: &str) -> Result<(), DebError> {
-        self.file("DEBIAN/control", text.replace("VERSION", env!("CARGO_PKG_VERSION")).as_bytes(), 0o644)
+        self.file("DEBIAN/control", text.replace("VERSION", &self.version).as_bytes(), 0o644)
     }
 
     /// Adds a maintainer's script.
@@ -50,14 +75,19 @@ impl Package {
 
     /// Packs it.
     pub fn build(self, package: &Path) -> Result<(), DebError> {
+        // Folders have the modes that this user's umask has given them.
+        let finish =
+            "chmod -R u=rwX,go=rX . && find usr -type f | LC_ALL=C sort | xargs -d '\\n' md5sum >DEBIAN/md5sums";
+        shell::output(Command::new("sh").args(["-ec", finish]).current_dir(&self.tree))?;
         let mut build = Command::new("dpkg-deb");
         shell::output(build.args(["--root-owner-group", "--build"]).arg(&self.tree).arg(package))?;
         fs::remove_dir_all(&self.tree).map_err(|source| DebError::File { path: self.tree, source })
     }
 }
 
-/// Builds the package of Hearth. Returns its path.
-pub fn hearth() -> Result<PathBuf, DebError> {
+/// Builds the package of Hearth, as this version. Returns its path.
+pub fn hearth(version: &str) -> Result<PathBuf, DebError> {
+    setup::ensure(&[setup::tool("dpkg-shlibdeps", "dpkg-dev")])?;
     shell::run(cargo().args(["build", "--release", "-p", "hearth"]))?;
     let program = paths::cargo_target().join("release/hearth");
     let folder = paths::deb();
@@ -69,9 +99,9 @@ pub fn hearth() -> Result<PathBuf, DebError> {
     if tree.exists() {
         fs::remove_dir_all(&tree).map_err(failed(&tree))?;
     }
-    let package = Package::new(tree.clone());
+    fs::create_dir_all(&tree).map_err(failed(&tree))?;
+    let package = Package::new(tree.clone(), "hearth", version)?;
     let stripped = folder.join("hearth");
-    fs::create_dir_all(&folder).map_err(failed(&folder))?;
     shell::output(Command::new("strip").arg("-o").arg(&stripped).arg(&program))?;
     let bytes = fs::read(&stripped).map_err(failed(&stripped))?;
     package.file("usr/bin/hearth", &bytes, 0o755)?;
@@ -86,30 +116,32 @@ pub fn hearth() -> Result<PathBuf, DebError> {
     fs::create_dir_all(&manual).map_err(failed(&manual))?;
     shell::output(Command::new(&program).arg("man").arg(&manual))?;
     compress(&manual)?;
-    let documents = tree.join("usr/share/doc/hearth");
-    package.file("usr/share/doc/hearth/changelog", changelog().as_bytes(), 0o644)?;
-    compress(&documents.join("changelog"))?;
-    package.control(include_str!("../../packaging/debian/control"))?;
+    let mut copy = Command::new("cp");
+    copy.current_dir(paths::root()).arg("-r").args(DOCUMENTS).arg(tree.join(package.document("")));
+    shell::output(&mut copy)?;
+    let control = include_str!("../../packaging/debian/control");
+    package.control(&control.replace("LIBRARIES", &libraries(&folder, &stripped)?))?;
     package.file("DEBIAN/conffiles", include_bytes!("../../packaging/debian/conffiles"), 0o644)?;
+    package.file("DEBIAN/triggers", include_bytes!("../../packaging/debian/triggers"), 0o644)?;
     for (name, text) in SCRIPTS {
         package.script(name, text)?;
     }
-    let result = folder.join(format!("hearth_{}_amd64.deb", env!("CARGO_PKG_VERSION")));
+    let result = folder.join(format!("hearth_{version}_amd64.deb"));
     package.build(&result)?;
     Ok(result)
 }
 
 const FILES: [(&str, &str, u32); 6] = [
-    ("lib/systemd/system/hearth@.service", include_str!("../../packaging/hearth@.service"), 0o644),
+    ("usr/lib/systemd/system/hearth@.service", include_str!("../../packaging/hearth@.service"), 0o644),
     (
-        "lib/systemd/system/hearth-host-reload.service",
+        "usr/lib/systemd/system/hearth-host-reload.service",
         include_str!("../../packaging/hearth-host-reload.service"),
         0o644,
     ),
-    ("lib/systemd/system/hearth-host.service", include_str!("../../packaging/hearth-host.service"), 0o644),
+    ("usr/lib/systemd/system/hearth-host.service", include_str!("../../packaging/hearth-host.service"), 0o644),
     ("etc/libvirt/hooks/qemu.d/hearth", include_str!("../../packaging/libvirt-hook"), 0o755),
     ("etc/apparmor.d/abstractions/libvirt-qemu.d/hearth", include_str!("../../packaging/apparmor"), 0o644),
-    ("usr/share/doc/hearth/copyright", include_str!("../../packaging/debian/copyright"), 0o644),
+    ("usr/share/doc/hearth/examples/web.toml", include_str!("../../packaging/web.toml"), 0o644),
 ];
 
 const COMPLETIONS: [(&str, &str); 3] = [
@@ -118,23 +150,29 @@ const COMPLETIONS: [(&str, &str); 3] = [
     ("fish", "usr/share/fish/vendor_completions.d/hearth.fish"),
 ];
 
+/// They refer to each other by these paths.
+const DOCUMENTS: [&str; 4] = ["README.md", "ARCHITECTURE.md", "CHANGELOG.md", "docs"];
+
 const SCRIPTS: [(&str, &str); 3] = [
     ("postinst", include_str!("../../packaging/debian/postinst")),
     ("prerm", include_str!("../../packaging/debian/prerm")),
     ("postrm", include_str!("../../packaging/debian/postrm")),
 ];
 
-/// Compresses a file, or all files of a folder, without their times: two builds of one state are the same.
+/// The libraries that a program needs, as dependencies: a program that was built on a newer Debian needs a newer libc6.
+fn libraries(folder: &Path, program: &Path) -> Result<String, DebError> {
+    // dpkg-shlibdeps reads a source package's description, and nothing of it counts here.
+    let control = folder.join("debian/control");
+    let failed = |source| DebError::File { path: control.clone(), source };
+    fs::create_dir_all(folder.join("debian")).map_err(failed)?;
+    fs::write(&control, "Source: hearth\n\nPackage: hearth\nArchitecture: amd64\n").map_err(failed)?;
+    let found = shell::output(Command::new("dpkg-shlibdeps").arg("-O").arg(program).current_dir(folder))?;
+    Ok(found.trim().trim_start_matches("shlibs:Depends=").to_owned())
+}
+
+/// Compresses a file, or all files of a folder, without their times.
 fn compress(path: &Path) -> Result<(), DebError> {
     let mut gzip = Command::new("gzip");
     shell::output(gzip.args(["-9", "--no-name", "--recursive"]).arg(path)).map(drop)?;
     Ok(())
-}
-
-fn changelog() -> String {
-    format!(
-        "hearth ({}) unstable; urgency=medium\n\n  * See the project's CHANGELOG.md.\n\n -- The Hearth developers \
-         <developers@hearth.invalid>  Thu, 01 Jan 2026 00:00:00 +0000\n",
-        env!("CARGO_PKG_VERSION")
-    )
 }

@@ -43,7 +43,11 @@ enum Chore {
     /// Build the release binary, and the package for guests
     Build,
     /// Build the Debian packages: for hosts, and for guests
-    Deb,
+    Deb {
+        /// Also install, upgrade and remove them in clean Debians
+        #[arg(long)]
+        check: bool,
+    },
     /// Check formatting, clippy and dependency rules
     Lint,
     /// Check the dependency rules only
@@ -95,8 +99,9 @@ fn run(chore: Chore) -> Outcome {
             shell::run(cargo().args(["build", "--release", "-p", "hearth"]))?;
             guest::refill()?;
         }
-        Chore::Deb => {
-            println!("{}", deb::hearth()?.display());
+        Chore::Deb { check: true } => deb::check()?,
+        Chore::Deb { check: false } => {
+            println!("{}", deb::hearth(deb::VERSION)?.display());
             println!("{}", guest::refill()?.join(guest::REFILL_PACKAGE).display());
         }
         Chore::Lint => lint()?,

@@ -6,19 +6,19 @@ use std::process::Command;
 
 use super::GuestError;
 use crate::cache::{self, at};
-use crate::deb::Package;
+use crate::deb::{self, Package};
 use crate::{paths, shell};
 
 const CONTROL: &str = include_str!("../../../guest/refill/debian/control");
 const AFTER_INSTALL: &str = include_str!("../../../guest/refill/debian/postinst");
-const BEFORE_REMOVAL: &str = include_str!("../../../guest/refill/debian/prerm");
+const AFTER_REMOVAL: &str = include_str!("../../../guest/refill/debian/postrm");
 const UNIT: &str = include_str!("../../../guest/refill/hearth-refill.service");
 
 /// What the package is made from, as the stamp of everything that has it.
 pub const SOURCES: [&str; 13] = [
     CONTROL,
     AFTER_INSTALL,
-    BEFORE_REMOVAL,
+    AFTER_REMOVAL,
     UNIT,
     include_str!("../../../guest/refill/Cargo.toml"),
     include_str!("../../../guest/refill/src/disk.rs"),
@@ -59,12 +59,12 @@ fn compile(target: &Path, program: &Path) -> Result<(), GuestError> {
 }
 
 fn pack(tree: PathBuf, program: &Path, package: &Path) -> Result<(), GuestError> {
-    let packed = Package::new(tree);
+    let packed = Package::new(tree, PROGRAM, deb::VERSION)?;
     let program_bytes = at("read", program, fs::read(program))?;
     packed.file(&format!("usr/lib/hearth/{PROGRAM}"), &program_bytes, 0o755)?;
-    packed.file("lib/systemd/system/hearth-refill.service", UNIT.as_bytes(), 0o644)?;
+    packed.file("usr/lib/systemd/system/hearth-refill.service", UNIT.as_bytes(), 0o644)?;
     packed.control(CONTROL)?;
     packed.script("postinst", AFTER_INSTALL)?;
-    packed.script("prerm", BEFORE_REMOVAL)?;
+    packed.script("postrm", AFTER_REMOVAL)?;
     Ok(packed.build(package)?)
 }
