@@ -284,6 +284,55 @@ fn rebind_and_suspend_change_nothing() -> Result<()> {
     Ok(())
 }
 
+/// The machine of its own that `hearth import` makes, with the same disk. libvirt's domain stays, and works again afterwards.
+#[test]
+fn shut_off_domain_becomes_a_machine_of_its_own() -> Result<()> {
+    let Some(files) = Files::define("moves")? else { return Ok(()) };
+    let vm = &files.vm;
+    let definition = vm.virsh("dumpxml", &["--inactive"])?;
+    let folder = vm.folder().join("machine").display().to_string();
+    let import = ["import", "moves", "--folder", &folder];
+    vm.start()?;
+    let (code, said) = vm.try_hearth(&import)?;
+    assert!(code == 1 && said.contains("virsh shutdown moves") && !vm.folder().join("machine").exists(), "{said}");
+    vm.virsh("destroy", &[])?;
+    let said = vm.hearth(&import)?;
+    for words in ["vda: ", "data.img (raw)", "uuid: a machine has none", "memballoon: ", "Start it with `hearth run"] {
+        assert!(said.contains(words), "{words} is missing in {said}");
+    }
+    assert_eq!(vm.virsh("dumpxml", &["--inactive"])?, definition, "the domain is unchanged");
+    let (code, said) = vm.try_hearth(&import)?;
+    assert!(code == 1 && said.contains("File exists"), "{said}");
+    let file = format!("{folder}/machine.toml");
+    vm.hearth(&["check", &file])?;
+
+    let program = artifacts::hearth()?.display().to_string();
+    let log = vm.folder().join("keeper.log").display().to_string();
+    vm.must(&["sh", "-c", &format!("setsid '{program}' run {file} </dev/null >>{log} 2>&1 &")], "")?;
+    vm.wait_until("it runs", || {
+        let (code, said) = vm.try_hearth(&["status", "moves", "--json"])?;
+        Ok(code == 0 && said.contains(r#""state":"running""#))
+    })?;
+    let verify = format!(
+        "{{ grep -q ' /mnt ' /proc/mounts || mount /dev/vda /mnt; }} && for f in /mnt/f*; do probe verify $f {SEED} || exit 1; \
+         done; sync; echo the files are w''hole >/dev/console"
+    );
+    // Its console takes commands as those of other test guests do.
+    let ask = format!(
+        "echo \"$1\" | base64 -w0 >{log}.command; {{ echo; echo 1 $(cat {log}.command); sleep 2; }} | \
+         timeout 4 '{program}' console moves"
+    );
+    vm.wait_until("the machine's guest has its files", || {
+        let said = vm.command(&["sh", "-c", &ask, "sh", &verify], "")?;
+        Ok(String::from_utf8_lossy(&said.stdout).contains("the files are whole"))
+    })?;
+    // Two guests never have the disk.
+    assert!(!vm.command(&["virsh", "start", "moves"], "")?.status.success());
+    vm.hearth(&["stop", "moves", "--force"])?;
+    vm.start()?;
+    files.verify()
+}
+
 /// A raw and a qcow2 disk, both Hearth's: a start and a reset each count once.
 #[test]
 fn both_disks_of_a_domain_are_warm() -> Result<()> {

@@ -232,20 +232,20 @@ fn unindented(element: Node<'_, '_>, text: &str) -> String {
     text[element.range()].replace(&format!("\n{line}"), "\n")
 }
 
-fn child<'a, 'i>(parent: Node<'a, 'i>, name: &str) -> Option<Node<'a, 'i>> {
+pub(crate) fn child<'a, 'i>(parent: Node<'a, 'i>, name: &str) -> Option<Node<'a, 'i>> {
     parent.children().find(|child| child.has_tag_name(name))
 }
 
-fn text_of<'a>(parent: Node<'a, '_>, name: &str) -> Option<&'a str> {
+pub(crate) fn text_of<'a>(parent: Node<'a, '_>, name: &str) -> Option<&'a str> {
     child(parent, name)?.text().map(str::trim)
 }
 
-fn attribute_of<'a>(parent: Node<'a, '_>, name: &str, attribute: &str) -> Option<&'a str> {
+pub(crate) fn attribute_of<'a>(parent: Node<'a, '_>, name: &str, attribute: &str) -> Option<&'a str> {
     child(parent, name)?.attribute(attribute)
 }
 
 /// Name of a disk's target: what the guest's owner calls the disk.
-fn target<'a>(disk: Node<'a, '_>) -> &'a str {
+pub(crate) fn target<'a>(disk: Node<'a, '_>) -> &'a str {
     attribute_of(disk, "target", "dev").unwrap_or_default()
 }
 
@@ -254,24 +254,25 @@ fn socket_of<'a>(disk: Node<'a, '_>) -> Option<&'a Path> {
     (disk.attribute("type") == Some("vhostuser")).then(|| attribute_of(disk, "source", "path").map(Path::new))?
 }
 
-struct Domain<'a, 'i> {
-    root: Node<'a, 'i>,
-    devices: Node<'a, 'i>,
+/// The parts of a definition.
+pub(crate) struct Domain<'a, 'i> {
+    pub root: Node<'a, 'i>,
+    pub devices: Node<'a, 'i>,
 }
 
 impl<'a, 'i> Domain<'a, 'i> {
-    fn of(document: &'a Document<'i>) -> Result<Self, DefinitionError> {
+    pub fn of(document: &'a Document<'i>) -> Result<Self, DefinitionError> {
         let root = document.root_element();
         let devices = child(root, "devices").ok_or(DefinitionError::Missing("devices"))?;
         text_of(root, "name").ok_or(DefinitionError::Missing("name"))?;
         Ok(Self { root, devices })
     }
 
-    fn child(&self, name: &str) -> Option<Node<'a, 'i>> {
+    pub fn child(&self, name: &str) -> Option<Node<'a, 'i>> {
         child(self.root, name)
     }
 
-    fn name(&self) -> &'a str {
+    pub fn name(&self) -> &'a str {
         text_of(self.root, "name").unwrap_or_default()
     }
 
@@ -283,11 +284,11 @@ impl<'a, 'i> Domain<'a, 'i> {
         child(self.devices, "panic")
     }
 
-    fn vcpus(&self) -> u16 {
+    pub fn vcpus(&self) -> u16 {
         text_of(self.root, "vcpu").and_then(|count| count.parse().ok()).unwrap_or(1)
     }
 
-    fn memory_bytes(&self) -> Option<u64> {
+    pub fn memory_bytes(&self) -> Option<u64> {
         let memory = self.child("memory")?;
         let number: u64 = memory.text()?.trim().parse().ok()?;
         let unit = match memory.attribute("unit").unwrap_or("KiB") {
@@ -312,7 +313,7 @@ impl<'a, 'i> Domain<'a, 'i> {
         names.find(|name| !taken.contains(&name.as_str())).unwrap_or_else(|| "vdaa".to_owned())
     }
 
-    fn disks(&self) -> impl Iterator<Item = Node<'a, 'i>> + use<'a, 'i> {
+    pub fn disks(&self) -> impl Iterator<Item = Node<'a, 'i>> + use<'a, 'i> {
         let is_disk = |node: &Node<'a, 'i>| {
             node.has_tag_name("disk") && matches!(node.attribute("device"), None | Some("disk" | "lun"))
         };
@@ -423,6 +424,14 @@ fn pins_memory(device: Node<'_, '_>) -> bool {
 impl Disk {
     /// The disk of this element; or why Hearth cannot serve it. Settings without effect are added to `dropped`.
     fn of(element: Node<'_, '_>, vcpus: u16, dropped: &mut Vec<String>) -> Result<Self, String> {
+        match bus(element) {
+            "virtio" => Self::on_any_bus(element, vcpus, dropped),
+            other => Err(format!("its bus is {other}, not virtio")),
+        }
+    }
+
+    /// As `of`, whatever its bus is. `queues`: how many it has by default.
+    pub(crate) fn on_any_bus(element: Node<'_, '_>, queues: u16, dropped: &mut Vec<String>) -> Result<Self, String> {
         let name = target(element).to_owned();
         let driver = |attribute| attribute_of(element, "driver", attribute);
         let path = image(element)?;
@@ -433,7 +442,7 @@ impl Disk {
             Some(other) => return Err(format!("its format is {other}, not raw or qcow2")),
         };
         let serial = text_of(element, "serial").unwrap_or_default();
-        let queues = driver("queues").and_then(|queues| queues.parse().ok()).unwrap_or(vcpus);
+        let queues = driver("queues").and_then(|queues| queues.parse().ok()).unwrap_or(queues);
         for (attribute, is_default) in [
             ("iothread", false),
             ("error_policy", driver("error_policy") == Some("stop")),
@@ -460,12 +469,13 @@ impl Disk {
     }
 }
 
+/// The bus of a disk.
+pub(crate) fn bus<'a>(disk: Node<'a, '_>) -> &'a str {
+    attribute_of(disk, "target", "bus").unwrap_or("unknown")
+}
+
 /// The file or block device of a disk; or why it has none that Hearth can open.
 fn image(disk: Node<'_, '_>) -> Result<PathBuf, String> {
-    let bus = attribute_of(disk, "target", "bus").unwrap_or("unknown");
-    if bus != "virtio" {
-        return Err(format!("its bus is {bus}, not virtio"));
-    }
     let source = |attribute| attribute_of(disk, "source", attribute).map(PathBuf::from);
     let path = match disk.attribute("type") {
         Some("file") => source("file"),

@@ -1,6 +1,7 @@
 //! libvirt, as far as Hearth uses it.
 //!
 //! - `definition`: the XML of a domain: what Hearth changes in it, and how that is undone.
+//! - `import`: the XML of a domain as a machine of Hearth's own.
 //! - `edit`: XML that is changed piece by piece.
 //! - `virsh`: libvirt's command line.
 
@@ -8,4 +9,5 @@
 
 pub mod definition;
 mod edit;
+pub mod import;
 pub mod virsh;

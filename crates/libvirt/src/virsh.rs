@@ -70,6 +70,11 @@ impl Virsh {
         self.run(&["domstate", domain]).map(|state| state.trim().to_owned())
     }
 
+    /// Whether its memory was saved by `virsh managedsave`: its next start goes on from there, with the disks as they were then.
+    pub fn has_saved_memory(&self, domain: &str) -> Result<bool, VirshError> {
+        self.run(&["dominfo", domain]).map(|info| says_saved(&info))
+    }
+
     fn run(&self, arguments: &[&str]) -> Result<String, VirshError> {
         self.run_with(arguments, "")
     }
@@ -82,13 +87,7 @@ impl Virsh {
             // One that ends without reading it says why.
             let _ = stdin.write_all(input.as_bytes());
         }
-        let Output { status, stdout, stderr } = virsh.wait_with_output().map_err(VirshError::Run)?;
-        if status.success() {
-            return Ok(String::from_utf8_lossy(&stdout).into_owned());
-        }
-        let said = String::from_utf8_lossy(&stderr);
-        let said = said.lines().map(|line| line.trim_start_matches("error: ")).filter(|line| !line.is_empty());
-        Err(VirshError::Failed { what: arguments.join(" "), said: said.collect::<Vec<_>>().join("; ") })
+        judged(arguments, virsh.wait_with_output().map_err(VirshError::Run)?)
     }
 
     fn command(&self, arguments: &[&str]) -> Command {
@@ -99,11 +98,28 @@ impl Virsh {
     }
 }
 
+/// What virsh printed, or why it failed.
+fn judged(arguments: &[&str], Output { status, stdout, stderr }: Output) -> Result<String, VirshError> {
+    if status.success() {
+        return Ok(String::from_utf8_lossy(&stdout).into_owned());
+    }
+    let said = String::from_utf8_lossy(&stderr);
+    let said = said.lines().map(|line| line.trim_start_matches("error: ")).filter(|line| !line.is_empty());
+    Err(VirshError::Failed { what: arguments.join(" "), said: said.collect::<Vec<_>>().join("; ") })
+}
+
 fn failed(error: io::Error) -> VirshError {
     match error.kind() {
         io::ErrorKind::NotFound => VirshError::Missing,
         _ => VirshError::Run(error),
     }
+}
+
+/// What `virsh dominfo` says of saved memory.
+fn says_saved(info: &str) -> bool {
+    info.lines()
+        .filter_map(|line| line.split_once(':'))
+        .any(|(key, value)| key == "Managed save" && value.trim() == "yes")
 }
 
 /// The domain of an event that virsh prints: `event 'reboot' for domain 'web'`.
@@ -115,6 +131,12 @@ fn domain_reset(line: &str) -> Option<&str> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn saved_memory_is_found_in_what_virsh_prints() {
+        assert!(says_saved("Id:             -\nName:           web\nManaged save:   yes\n"));
+        assert!(!says_saved("Name:           yes\nManaged save:   no\n") && !says_saved(""));
+    }
 
     #[test]
     fn reset_domain_is_found_in_what_virsh_prints() {

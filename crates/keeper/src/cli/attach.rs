@@ -23,7 +23,7 @@ use crate::problem::Problem;
 use crate::runtime_root::RuntimeRoot;
 
 /// Memory of a machine is a multiple of this.
-const MEMORY_STEP: u64 = 2 << 20;
+pub const MEMORY_STEP: u64 = 2 << 20;
 
 /// What libvirt cannot do with disks that Hearth serves, and what takes its place.
 const LOST: [(&str, &str); 5] = [
@@ -159,13 +159,17 @@ fn detached(current: &str, before: &str, name: &str, root: &RuntimeRoot) -> Resu
 }
 
 fn refused(name: &str, error: DefinitionError) -> CliError {
-    let problems = match error {
+    CliError::NotAttachable { name: name.to_owned(), problems: problems(name, error) }
+}
+
+/// Everything that is wrong with a domain.
+pub fn problems(name: &str, error: DefinitionError) -> Vec<Problem> {
+    match error {
         DefinitionError::Refused(refusals) => {
             refusals.into_iter().map(|refusal| Problem::error(name, refusal.what, refusal.hint)).collect()
         }
         other => vec![Problem::error(name, crate::chain(&other), "")],
-    };
-    CliError::NotAttachable { name: name.to_owned(), problems }
+    }
 }
 
 /// The machine's file, if the domain was attached before: its owner may have added to it.
@@ -210,7 +214,7 @@ fn configuration(
     }
 }
 
-fn section(disk: &definition::Disk) -> DiskSection {
+pub fn section(disk: &definition::Disk) -> DiskSection {
     DiskSection {
         name: Some(disk.name.clone()),
         path: Some(disk.path.display().to_string()),

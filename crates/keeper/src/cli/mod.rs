@@ -40,6 +40,7 @@ mod fast_remount;
 mod hook;
 mod host;
 mod host_reload;
+mod import;
 mod lazy_restore;
 mod list;
 mod log;
@@ -173,6 +174,14 @@ enum Verb {
     /// What `attach` changed in the domain's definition is undone, from its next start on; other changes stay.
     #[command(after_help = "Example: hearth detach web")]
     Detach(attach::DetachArguments),
+    /// Make a machine of Hearth's own from a libvirt domain.
+    ///
+    /// Writes FOLDER/machine.toml, which names the domain's own disks, and lists what it cannot carry over. The domain must
+    /// be shut off, and is not changed. From then on start either of them, never both: each writes to the same disks.
+    #[command(
+        after_help = "Example: hearth import web && hearth check web/machine.toml && hearth run web/machine.toml"
+    )]
+    Import(import::ImportArguments),
     /// Follow libvirt's events for all attached domains.
     ///
     /// Runs in the foreground, once a host. With it, a guest that reboots inside its QEMU finds all of its last guest's blocks in
@@ -430,6 +439,8 @@ pub enum CliError {
     CannotTakeOver { file: PathBuf, qemu_pid: u32, problems: Vec<Problem> },
     #[error("{name} cannot be attached")]
     NotAttachable { name: String, problems: Vec<Problem> },
+    #[error("{name} cannot be imported")]
+    NotImportable { name: String, problems: Vec<Problem> },
     #[error(transparent)]
     Virsh(#[from] VirshError),
     #[error(
@@ -556,6 +567,7 @@ fn complain(error: &CliError) {
     }
     if let CliError::Configuration { problems, .. }
     | CliError::NotAttachable { problems, .. }
+    | CliError::NotImportable { problems, .. }
     | CliError::Unready { problems, .. }
     | CliError::CannotTakeOver { problems, .. } = error
     {
@@ -574,6 +586,7 @@ fn perform(verb: Verb, json: bool, root: Option<PathBuf>, out: &mut dyn Write) -
         Verb::Check { file: FileArgument { file }, take_over: true } => configuration::check_take_over(context, &file),
         Verb::Attach(arguments) => attach::attach(context, &arguments),
         Verb::Detach(arguments) => attach::detach(context, &arguments),
+        Verb::Import(arguments) => import::import(context, arguments),
         Verb::Host => host::follow(&context.root),
         Verb::Hook(arguments) => hook::perform(&context.root, &arguments),
         Verb::Ls => list::list(context),

@@ -168,6 +168,8 @@ fn every_verb_is_parsed_as_documented() {
         "check web.toml --json",
         "attach web --check --json",
         "attach web --yes",
+        "import web",
+        "import web --folder /srv/web --json",
         "detach web",
         "host",
         "hook web prepare begin -",

@@ -33,7 +33,7 @@ mod snapshot;
 pub use fields::{Effect, Field, Section};
 #[cfg(test)]
 pub use file::FIELDS;
-pub use file::{ConfigFile, DiskSection, ObjectStoreSection};
+pub use file::{BootSection, ConfigFile, DiskSection, NetSection, ObjectStoreSection, WatchdogSection};
 pub use hearth_qemu::Wanted;
 pub use hearth_qemu::launch::Boot;
 pub use living::{Configured, InForce};

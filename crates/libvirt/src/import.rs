@@ -1,0 +1,720 @@
+//! Import: the XML of a domain as a machine of Hearth's own, and a list of what such a machine does not have.
+//!
+//! Nothing is left out in silence, except devices that every machine has in its own way (controllers, the console, random numbers)
+//! and what only libvirt reads (metadata, labels). A domain that would not be the same guest any more is refused.
+
+use std::path::PathBuf;
+
+use roxmltree::{Document, Node};
+
+use crate::definition::{DefinitionError, Disk, Domain, Refusal, attribute_of, bus, child, target, text_of};
+
+const AGENT_CHANNEL: &str = "org.qemu.guest_agent.0";
+
+/// A machine that runs a domain's guest.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Imported {
+    /// The domain's name.
+    pub name: String,
+    /// Size of the guest's memory.
+    pub memory_bytes: u64,
+    /// Number of processors.
+    pub cpus: u32,
+    /// QEMU's `-cpu` value.
+    pub cpu_model: String,
+    /// `kvm` or `tcg`.
+    pub accelerator: &'static str,
+    /// A versioned q35 machine type, if the domain has one.
+    pub machine_type: Option<String>,
+    /// The domain's QEMU.
+    pub emulator: Option<PathBuf>,
+    /// What the guest boots from.
+    pub boot: Boot,
+    /// Its disks, the one that it boots from first.
+    pub disks: Vec<Disk>,
+    /// Its networks.
+    pub nets: Vec<Net>,
+    /// Whether it has a channel to a guest agent.
+    pub guest_agent: bool,
+    /// Action of its watchdog, as in machine.toml.
+    pub watchdog: Option<&'static str>,
+    /// What is not carried over, in the order of the definition.
+    pub left: Vec<Left>,
+}
+
+/// What a guest boots from.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[allow(missing_docs, reason = "the variants describe their fields")]
+pub enum Boot {
+    /// A kernel that QEMU loads.
+    Kernel { kernel: PathBuf, initrd: Option<PathBuf>, cmdline: String },
+    /// QEMU's own BIOS.
+    Bios,
+    /// Firmware and the file with its variables.
+    Uefi { code: PathBuf, vars: PathBuf },
+}
+
+/// A network.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Net {
+    /// `user`, `passt` or `tap`.
+    pub kind: &'static str,
+    /// Its MAC address.
+    pub mac: Option<String>,
+    /// The tap interface.
+    pub ifname: Option<String>,
+    /// Forwarded ports, as in machine.toml.
+    pub forward: Vec<String>,
+}
+
+/// A part of a domain that is not carried over.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Left {
+    /// The part.
+    pub what: String,
+    /// Why, and what to do about it.
+    pub why: String,
+}
+
+/// Devices that a machine does not have: their elements, and why.
+const DEVICES: [(&[&str], &str); 6] = [
+    (
+        &["graphics", "video", "input", "sound", "audio"],
+        "a machine has a serial console, and no display, keyboard or sound",
+    ),
+    (&["hostdev"], "Hearth passes no device of the host through to a guest"),
+    (&["redirdev", "redirfilter", "smartcard", "hub"], "a machine has no USB"),
+    (&["filesystem"], "Hearth shares no folders of the host with a guest"),
+    (&["tpm"], "a machine has no TPM; what the guest has sealed with it stays sealed"),
+    (&["vsock", "shmem", "iommu", "crypto", "nvram", "pstore", "lease", "parallel"], "a machine has no such device"),
+];
+
+/// Settings of the whole domain that a machine does not have.
+const SETTINGS: [(&[&str], &str); 6] = [
+    (
+        &["cputune", "memtune", "blkiotune", "numatune", "resource"],
+        "Hearth sets no limits of the host for QEMU; the service that runs the machine can (systemd: CPUQuota=, AllowedCPUs=)",
+    ),
+    (&["iothreads", "iothreadids"], "each disk has a thread of its own"),
+    (&["maxMemory"], "no memory can be plugged in"),
+    (&["uuid"], "a machine has none; a guest that needs it gets it with extra_qemu_args = [\"-uuid\", \"...\"]"),
+    (&["sysinfo"], "a machine has no SMBIOS strings"),
+    (&["commandline"], "Hearth's command line differs from libvirt's; what is still wanted goes into extra_qemu_args"),
+];
+
+/// The domain as a machine.
+pub fn import(xml: &str) -> Result<Imported, DefinitionError> {
+    let document = Document::parse(xml)?;
+    let domain = Domain::of(&document)?;
+    let mut left = Lefts::default();
+    let mut refusals = refusals(&domain);
+    let boot = boot(&domain, &mut left).map_err(|refusal| refusals.push(refusal));
+    let memory_bytes = domain.memory_bytes();
+    if memory_bytes.is_none() {
+        refuse(&mut refusals, "its memory has no size that is understood", "");
+    }
+    let (Ok(boot), Some(memory_bytes), true) = (boot, memory_bytes, refusals.is_empty()) else {
+        return Err(DefinitionError::Refused(refusals));
+    };
+    settings(&domain, &mut left);
+    let (cpu_model, accelerator) = (cpu_model(&domain, &mut left), accelerator(&domain));
+    let machine_type = machine_type(&domain, &mut left);
+    let disks = disks(&domain, &mut left);
+    let nets = elements(domain.devices, "interface").filter_map(|element| net(element, &mut left)).collect();
+    let (guest_agent, watchdog) = (has_agent(&domain, &mut left), watchdog(&domain, &mut left));
+    devices(&domain, &mut left);
+    let vcpus = domain.child("vcpu");
+    let current = vcpus.and_then(|vcpus| vcpus.attribute("current")).and_then(|count| count.parse().ok());
+    Ok(Imported {
+        name: domain.name().to_owned(),
+        memory_bytes,
+        cpus: current.unwrap_or(u32::from(domain.vcpus())),
+        cpu_model,
+        accelerator,
+        machine_type,
+        emulator: text_of(domain.devices, "emulator").map(PathBuf::from),
+        boot,
+        disks,
+        nets,
+        guest_agent,
+        watchdog,
+        left: left.0,
+    })
+}
+
+#[derive(Default)]
+struct Lefts(Vec<Left>);
+
+impl Lefts {
+    fn add(&mut self, what: impl Into<String>, why: impl Into<String>) {
+        self.0.push(Left { what: what.into(), why: why.into() });
+    }
+}
+
+fn refuse(refusals: &mut Vec<Refusal>, what: &str, hint: &str) {
+    refusals.push(Refusal { what: what.to_owned(), hint: hint.to_owned() });
+}
+
+/// Why no machine can run this domain's guest.
+fn refusals(domain: &Domain<'_, '_>) -> Vec<Refusal> {
+    let mut refusals = Vec::new();
+    if !matches!(domain.root.attribute("type"), Some("kvm" | "qemu")) {
+        refuse(&mut refusals, "it is not a QEMU domain", "");
+    }
+    let os = domain.child("os");
+    if os.and_then(|os| attribute_of(os, "type", "arch")).is_some_and(|arch| arch != "x86_64") {
+        refuse(&mut refusals, "its processor is not an x86_64 one", "");
+    }
+    if os.and_then(|os| text_of(os, "type")).is_some_and(|kind| kind != "hvm") {
+        refuse(&mut refusals, "it has no virtual hardware of its own", "");
+    }
+    if domain.child("launchSecurity").is_some() {
+        refuse(&mut refusals, "its memory is encrypted (launchSecurity)", "");
+    }
+    refusals
+}
+
+fn elements<'a, 'i>(parent: Node<'a, 'i>, name: &'static str) -> impl Iterator<Item = Node<'a, 'i>> {
+    parent.children().filter(move |child| child.tag_name().name() == name)
+}
+
+/// The error is a refusal.
+fn boot(domain: &Domain<'_, '_>, left: &mut Lefts) -> Result<Boot, Refusal> {
+    let Some(os) = domain.child("os") else { return Ok(Boot::Bios) };
+    let loader = child(os, "loader");
+    let is_flash = loader.is_some_and(|loader| loader.attribute("type") == Some("pflash"));
+    let is_uefi = is_flash || os.attribute("firmware") == Some("efi");
+    if let Some(kernel) = text_of(os, "kernel") {
+        if is_uefi {
+            left.add("firmware", "a kernel that QEMU loads is started by QEMU's BIOS");
+        }
+        let initrd = text_of(os, "initrd").map(PathBuf::from);
+        let cmdline = text_of(os, "cmdline").unwrap_or_default().to_owned();
+        return Ok(Boot::Kernel { kernel: kernel.into(), initrd, cmdline });
+    }
+    if let Some(first) = elements(os, "boot").find_map(|boot| boot.attribute("dev")).filter(|first| *first != "hd") {
+        left.add(format!("boot from {first}"), "a machine boots from its disks");
+    }
+    if !is_uefi {
+        if loader.is_some() {
+            left.add("firmware", "a machine uses QEMU's own BIOS");
+        }
+        return Ok(Boot::Bios);
+    }
+    uefi(os, loader, left)
+}
+
+fn uefi(os: Node<'_, '_>, loader: Option<Node<'_, '_>>, left: &mut Lefts) -> Result<Boot, Refusal> {
+    let variables = child(os, "nvram");
+    let in_source = variables.and_then(|variables| attribute_of(variables, "source", "file"));
+    let plain = text_of(os, "nvram").filter(|path| !path.is_empty());
+    let (Some(code), Some(vars)) = (text_of(os, "loader"), in_source.or(plain)) else {
+        return Err(Refusal {
+            what: "its definition does not name its UEFI firmware and the file with its variables".to_owned(),
+            hint: "start it once under libvirt, which then notes both".to_owned(),
+        });
+    };
+    if [loader, variables].into_iter().flatten().any(|file| file.attribute("format") == Some("qcow2")) {
+        return Err(Refusal {
+            what: "its UEFI firmware or the file with its variables is a qcow2 image".to_owned(),
+            hint: "convert it to raw with qemu-img, and name that file in the domain".to_owned(),
+        });
+    }
+    if loader.is_some_and(|loader| loader.attribute("secure") == Some("yes")) {
+        left.add("secure boot", "the firmware's variables are not protected from the guest's kernel");
+    }
+    Ok(Boot::Uefi { code: code.into(), vars: vars.into() })
+}
+
+fn accelerator(domain: &Domain<'_, '_>) -> &'static str {
+    if domain.root.attribute("type") == Some("kvm") { "kvm" } else { "tcg" }
+}
+
+/// QEMU's `-cpu` value.
+fn cpu_model(domain: &Domain<'_, '_>, left: &mut Lefts) -> String {
+    let default = || "qemu64".to_owned();
+    let Some(cpu) = domain.child("cpu") else { return default() };
+    for element in cpu.children().filter(Node::is_element) {
+        match element.tag_name().name() {
+            "model" | "feature" | "vendor" => {}
+            "topology" => left.add("processor topology", "each processor is a socket or core, as QEMU chooses"),
+            "numa" if elements(element, "cell").count() > 1 => {
+                left.add("memory nodes", "a machine's memory is one node; the guest sees all of its memory there");
+            }
+            "numa" => {}
+            other => left.add(format!("cpu/{other}"), "QEMU's default is used"),
+        }
+    }
+    let mut model = match cpu.attribute("mode") {
+        Some("host-passthrough") => "host".to_owned(),
+        Some("host-model") => {
+            left.add("processor model host-model", "the guest gets all that the host's processor has (host)");
+            "host".to_owned()
+        }
+        Some("maximum") => "max".to_owned(),
+        _ => text_of(cpu, "model").map_or_else(default, str::to_owned),
+    };
+    for feature in elements(cpu, "feature") {
+        let sign = match feature.attribute("policy") {
+            Some("disable" | "forbid") => '-',
+            Some("optional") => continue,
+            _ => '+',
+        };
+        if let Some(name) = feature.attribute("name") {
+            model.extend([",", &sign.to_string(), name]);
+        }
+    }
+    model
+}
+
+/// A type with which the guest finds the same chipset.
+fn machine_type(domain: &Domain<'_, '_>, left: &mut Lefts) -> Option<String> {
+    let os = domain.child("os")?;
+    let kind = attribute_of(os, "type", "machine")?;
+    let version = kind.strip_prefix("pc-q35-");
+    if version.is_some_and(|version| version.starts_with(|letter: char| letter.is_ascii_digit())) {
+        return Some(kind.to_owned());
+    }
+    if kind != "q35" {
+        left.add(
+            format!("machine type {kind}"),
+            "a machine is a q35: the guest finds another chipset, and its devices elsewhere",
+        );
+    }
+    None
+}
+
+/// Those with a boot order come first, as firmware tries them.
+fn disks(domain: &Domain<'_, '_>, left: &mut Lefts) -> Vec<Disk> {
+    let order = |element: Node<'_, '_>| {
+        let order = attribute_of(element, "boot", "order").and_then(|order| order.parse().ok());
+        order.unwrap_or(u32::MAX)
+    };
+    let found: Vec<_> = domain.disks().collect();
+    let mut sorted = found.clone();
+    sorted.sort_by_key(|element| order(*element));
+    if let Some(first) = sorted.first().filter(|first| found.first() != Some(first)) {
+        left.add("order of the disks", format!("{} comes first, because the guest boots from it", target(*first)));
+    }
+    let mut dropped = Vec::new();
+    let mut disks = Vec::new();
+    for element in sorted {
+        match Disk::on_any_bus(element, 1, &mut dropped) {
+            Ok(disk) => {
+                if bus(element) != "virtio" {
+                    let why =
+                        format!("is virtio instead of {}: the guest finds the disk under another name", bus(element));
+                    left.add(format!("bus of {}", disk.name), why);
+                }
+                disks.push(disk);
+            }
+            Err(why) => left.add(target(element), why),
+        }
+    }
+    for sentence in dropped {
+        let (what, why) = sentence.split_once(": ").unwrap_or(("disks", &sentence));
+        left.add(what, why);
+    }
+    let others =
+        elements(domain.devices, "disk").filter(|disk| matches!(disk.attribute("device"), Some("cdrom" | "floppy")));
+    for other in others {
+        let kind = other.attribute("device").unwrap_or_default();
+        left.add(format!("{kind} {}", target(other)), "a machine has no drives for media");
+    }
+    disks
+}
+
+fn net(element: Node<'_, '_>, left: &mut Lefts) -> Option<Net> {
+    let mac = attribute_of(element, "mac", "address").map(str::to_owned);
+    let name = format!("network {}", mac.as_deref().unwrap_or("without an address"));
+    let kind = element.attribute("type").unwrap_or("unknown");
+    let passt = attribute_of(element, "backend", "type") == Some("passt");
+    let tap =
+        attribute_of(element, "target", "dev").filter(|_| attribute_of(element, "target", "managed") == Some("no"));
+    let net = match (kind, tap) {
+        ("user", _) => Net {
+            kind: if passt { "passt" } else { "user" },
+            forward: forwards(element, &name, left),
+            ..Net::default()
+        },
+        ("ethernet", Some(ifname)) => Net { kind: "tap", ifname: Some(ifname.to_owned()), ..Net::default() },
+        _ => {
+            let source = child(element, "source");
+            let source =
+                source.and_then(|source| source.attributes().next()).map(|source| format!(" {}", source.value()));
+            let why = format!(
+                "it is of the kind {kind}{}; make a tap interface, add it to that network, and name it in [[nets]] with \
+                 this address",
+                source.unwrap_or_default()
+            );
+            left.add(name, why);
+            return None;
+        }
+    };
+    for setting in element.children().filter(Node::is_element) {
+        match setting.tag_name().name() {
+            "model" if setting.attribute("type") == Some("virtio") => {}
+            "model" => {
+                let model = setting.attribute("type").unwrap_or("unknown");
+                left.add(format!("{name}: {model}"), "the guest finds a virtio network device instead");
+            }
+            "mac" | "source" | "target" | "backend" | "alias" | "address" | "portForward" | "script" => {}
+            "boot" => left.add(format!("{name}: boot"), "a machine boots from its disks"),
+            other => left.add(format!("{name}: {other}"), "it has no effect"),
+        }
+    }
+    Some(Net { mac, ..net })
+}
+
+/// Forwards as in machine.toml.
+fn forwards(element: Node<'_, '_>, name: &str, left: &mut Lefts) -> Vec<String> {
+    let mut forwards = Vec::new();
+    for forward in elements(element, "portForward") {
+        let host = match forward.attribute("address") {
+            None => "0.0.0.0".to_owned(),
+            Some(v6) if v6.contains(':') => format!("[{v6}]"),
+            Some(v4) => v4.to_owned(),
+        };
+        let protocol = if forward.attribute("proto") == Some("udp") { "/udp" } else { "" };
+        for range in elements(forward, "range") {
+            let start = range.attribute("start").unwrap_or_default();
+            if range.attribute("end").is_some_and(|end| end != start) || range.attribute("exclude") == Some("yes") {
+                left.add(format!("{name}: ports from {start}"), "write each port of the range into `forward`");
+                continue;
+            }
+            forwards.push(format!("{host}:{start}:{}{protocol}", range.attribute("to").unwrap_or(start)));
+        }
+    }
+    forwards
+}
+
+/// Whether there is a channel to the guest's agent.
+fn has_agent(domain: &Domain<'_, '_>, left: &mut Lefts) -> bool {
+    let mut has_agent = false;
+    for channel in elements(domain.devices, "channel") {
+        match attribute_of(channel, "target", "name") {
+            Some(AGENT_CHANNEL) => has_agent = true,
+            other => left
+                .add(format!("channel {}", other.unwrap_or("without a name")), "a machine has only the guest agent's"),
+        }
+    }
+    has_agent
+}
+
+/// The action of the watchdog, as in machine.toml.
+fn watchdog(domain: &Domain<'_, '_>, left: &mut Lefts) -> Option<&'static str> {
+    let mut found = None;
+    for watchdog in elements(domain.devices, "watchdog") {
+        let (model, action) =
+            (watchdog.attribute("model").unwrap_or("unknown"), watchdog.attribute("action").unwrap_or("reset"));
+        match (model, action) {
+            ("i6300esb", "reset") => found = Some("reset"),
+            ("i6300esb", "inject-nmi") => found = Some("nmi"),
+            _ => left
+                .add(format!("watchdog {model}, {action}"), "a machine has an i6300esb; [watchdog] says what it does"),
+        }
+    }
+    found
+}
+
+fn devices(domain: &Domain<'_, '_>, left: &mut Lefts) {
+    let has = |name: &str| domain.devices.children().any(|device| device.tag_name().name() == name);
+    for (names, why) in DEVICES {
+        let found: Vec<_> = names.iter().copied().filter(|name| has(name)).collect();
+        if !found.is_empty() {
+            left.add(found.join(", "), why);
+        }
+    }
+    if elements(domain.devices, "memballoon").any(|balloon| balloon.attribute("model") != Some("none")) {
+        left.add("memballoon", "a machine has no balloon: the guest keeps the memory that it was given");
+    }
+    if elements(domain.devices, "memory").next().is_some() {
+        left.add("memory devices", "the guest gets only its first memory; a larger `memory` takes their place");
+    }
+    let is_virtio = |console: Node<'_, '_>| attribute_of(console, "target", "type") == Some("virtio");
+    if elements(domain.devices, "serial").count() > 1 || elements(domain.devices, "console").any(is_virtio) {
+        left.add("further consoles", "a machine has one serial console, ttyS0");
+    }
+}
+
+fn settings(domain: &Domain<'_, '_>, left: &mut Lefts) {
+    let has = |name: &str| domain.root.children().any(|setting| setting.tag_name().name() == name);
+    for (names, why) in SETTINGS {
+        let found: Vec<_> = names.iter().copied().filter(|name| has(name)).collect();
+        if !found.is_empty() {
+            left.add(found.join(", "), why);
+        }
+    }
+    let memory = ["memory", "currentMemory"].map(|name| text_of(domain.root, name));
+    if memory[1].is_some() && memory[0] != memory[1] {
+        left.add("currentMemory", "the guest gets all of its memory at its start");
+    }
+    let backing = domain.child("memoryBacking");
+    for (name, why) in [
+        ("hugepages", "a machine's memory is a file on a tmpfs, which may use huge pages (huge=)"),
+        ("locked", "a machine's memory is not locked, so that dead memory can be freed"),
+    ] {
+        if backing.is_some_and(|backing| child(backing, name).is_some()) {
+            left.add(name, why);
+        }
+    }
+    for (name, usual) in [("on_poweroff", "destroy"), ("on_reboot", "restart")] {
+        if let Some(other) = text_of(domain.root, name).filter(|action| *action != usual) {
+            left.add(format!("{name} {other}"), "a machine stops at a power-off, and reboots at a reboot");
+        }
+    }
+    if domain.child("clock").and_then(|clock| clock.attribute("offset")).is_some_and(|offset| offset != "utc") {
+        left.add("clock", "the guest's clock shows UTC; set the guest to that");
+    }
+    if domain.child("features").is_some_and(|features| child(features, "hyperv").is_some()) {
+        left.add("hyperv", "the guest gets none of these; `cpu_model` can name them, such as hv_relaxed and hv_vapic");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use super::*;
+    use crate::definition::Format;
+
+    /// As virt-install makes it.
+    const TYPICAL: &str = "<domain type='kvm'>
+  <name>web</name>
+  <uuid>7ff91744-3560-45d6-a0c5-e279a76bb8e0</uuid>
+  <memory unit='KiB'>2097152</memory>
+  <currentMemory unit='KiB'>2097152</currentMemory>
+  <vcpu placement='static'>2</vcpu>
+  <os>
+    <type arch='x86_64' machine='pc-q35-7.2'>hvm</type>
+    <boot dev='hd'/>
+  </os>
+  <features><acpi/><apic/></features>
+  <cpu mode='host-passthrough' check='none' migratable='on'/>
+  <clock offset='utc'><timer name='rtc' tickpolicy='catchup'/></clock>
+  <on_poweroff>destroy</on_poweroff>
+  <on_reboot>restart</on_reboot>
+  <on_crash>destroy</on_crash>
+  <devices>
+    <emulator>/usr/bin/qemu-system-x86_64</emulator>
+    <disk type='file' device='disk'>
+      <driver name='qemu' type='qcow2' discard='unmap'/>
+      <source file='/var/lib/libvirt/images/web.qcow2'/>
+      <target dev='vda' bus='virtio'/>
+    </disk>
+    <disk type='file' device='cdrom'><target dev='sda' bus='sata'/><readonly/></disk>
+    <controller type='usb' index='0' model='qemu-xhci' ports='15'/>
+    <interface type='network'>
+      <mac address='52:54:00:12:34:56'/>
+      <source network='default'/>
+      <model type='virtio'/>
+    </interface>
+    <serial type='pty'><target type='isa-serial' port='0'/></serial>
+    <console type='pty'><target type='serial' port='0'/></console>
+    <channel type='unix'><target type='virtio' name='org.qemu.guest_agent.0'/></channel>
+    <channel type='spicevmc'><target type='virtio' name='com.redhat.spice.0'/></channel>
+    <input type='tablet' bus='usb'/>
+    <graphics type='spice' autoport='yes'/>
+    <video><model type='virtio'/></video>
+    <watchdog model='itco' action='reset'/>
+    <memballoon model='virtio'/>
+    <rng model='virtio'><backend model='random'>/dev/urandom</backend></rng>
+  </devices>
+</domain>
+";
+
+    fn names(imported: &Imported) -> Vec<&str> {
+        imported.left.iter().map(|left| left.what.as_str()).collect()
+    }
+
+    #[track_caller]
+    fn left(xml: &str, what: &str, why: &str) {
+        let imported = import(xml).unwrap();
+        let found = imported.left.iter().find(|left| left.what == what);
+        assert!(found.is_some_and(|left| left.why.contains(why)), "{what}: {:#?}", imported.left);
+    }
+
+    fn with_device(element: &str) -> String {
+        TYPICAL.replace("    <interface", &format!("    {element}\n    <interface"))
+    }
+
+    fn with_setting(element: &str) -> String {
+        TYPICAL.replace("  <vcpu", &format!("  {element}\n  <vcpu"))
+    }
+
+    #[test]
+    fn typical_domain_becomes_a_machine() {
+        let imported = import(TYPICAL).unwrap();
+        assert_eq!(
+            names(&imported),
+            [
+                "uuid",
+                "cdrom sda",
+                "network 52:54:00:12:34:56",
+                "channel com.redhat.spice.0",
+                "watchdog itco, reset",
+                "graphics, video, input",
+                "memballoon"
+            ]
+        );
+        let disk = Disk {
+            name: "vda".to_owned(),
+            path: "/var/lib/libvirt/images/web.qcow2".into(),
+            format: Format::Qcow2,
+            read_only: false,
+            direct: false,
+            serial: String::new(),
+            queues: 1,
+            mib_per_second: None,
+            iops: None,
+        };
+        let expect = Imported {
+            name: "web".to_owned(),
+            memory_bytes: 2 << 30,
+            cpus: 2,
+            cpu_model: "host".to_owned(),
+            accelerator: "kvm",
+            machine_type: Some("pc-q35-7.2".to_owned()),
+            emulator: Some("/usr/bin/qemu-system-x86_64".into()),
+            boot: Boot::Bios,
+            disks: vec![disk],
+            nets: vec![],
+            guest_agent: true,
+            watchdog: None,
+            left: imported.left.clone(),
+        };
+        assert_eq!(imported, expect);
+    }
+
+    #[test]
+    fn networks_that_hearth_knows_are_carried_over() {
+        let net = |element: &str| import(&with_device(element)).unwrap().nets;
+        let tap = "<interface type='ethernet'><mac address='52:54:00:00:00:01'/><target dev='tap7' managed='no'/></interface>";
+        let mac = || Some("52:54:00:00:00:01".to_owned());
+        assert_eq!(net(tap), [Net { kind: "tap", mac: mac(), ifname: Some("tap7".to_owned()), forward: vec![] }]);
+        let user = "<interface type='user'><mac address='52:54:00:00:00:01'/></interface>";
+        assert_eq!(net(user), [Net { kind: "user", mac: mac(), ..Net::default() }]);
+        let passt = "<interface type='user'><backend type='passt'/><model type='e1000e'/>\
+             <portForward proto='tcp' address='::1'><range start='2022' to='22'/><range start='3000' end='3010'/></portForward>\
+             <portForward proto='udp'><range start='53'/></portForward></interface>";
+        let forward = vec!["[::1]:2022:22".to_owned(), "0.0.0.0:53:53/udp".to_owned()];
+        assert_eq!(net(passt), [Net { kind: "passt", mac: None, ifname: None, forward }]);
+        let name = "network without an address";
+        left(&with_device(passt), &format!("{name}: ports from 3000"), "each port");
+        left(&with_device(passt), &format!("{name}: e1000e"), "virtio");
+        left(
+            &with_device(&user.replace("</", "<filterref filter='clean'/></")),
+            "network 52:54:00:00:00:01: filterref",
+            "no effect",
+        );
+        left(TYPICAL, "network 52:54:00:12:34:56", "network default; make a tap interface");
+        // libvirt makes this one when the domain starts.
+        let managed = "<interface type='ethernet'><target dev='tap7'/></interface>";
+        left(&with_device(managed), name, "kind ethernet");
+    }
+
+    #[test]
+    fn boot_is_kernel_firmware_or_bios() {
+        let os = |inner: &str| TYPICAL.replace("<boot dev='hd'/>", inner);
+        let boot = |inner: &str| import(&os(inner)).unwrap().boot;
+        let kernel = boot("<kernel>/k</kernel><initrd>/i</initrd><cmdline>console=ttyS0</cmdline>");
+        let cmdline = "console=ttyS0".to_owned();
+        assert_eq!(kernel, Boot::Kernel { kernel: "/k".into(), initrd: Some("/i".into()), cmdline });
+        let loader = "<loader readonly='yes' secure='yes' type='pflash'>/code.fd</loader>";
+        let uefi = Boot::Uefi { code: "/code.fd".into(), vars: "/vars.fd".into() };
+        assert_eq!(boot(&format!("{loader}<nvram template='/t'>/vars.fd</nvram>")), uefi);
+        assert_eq!(boot(&format!("{loader}<nvram type='file'><source file='/vars.fd'/></nvram>")), uefi);
+        left(&os(&format!("{loader}<nvram>/vars.fd</nvram>")), "secure boot", "not protected");
+        left(&os("<boot dev='network'/><boot dev='hd'/>"), "boot from network", "its disks");
+        let refused = |inner: &str| import(&os(inner)).unwrap_err().to_string();
+        assert!(refused(loader).contains("does not name its UEFI firmware"));
+        let qcow2 = loader.replace("type=", "format='qcow2' type=");
+        assert!(refused(&format!("{qcow2}<nvram>/vars.fd</nvram>")).contains("qcow2"));
+        let chosen = TYPICAL.replace("<os>", "<os firmware='efi'>");
+        assert!(import(&chosen).unwrap_err().to_string().contains("does not name"));
+    }
+
+    #[test]
+    fn processors_are_named_as_qemu_does() {
+        let cpu =
+            |element: &str| TYPICAL.replace("<cpu mode='host-passthrough' check='none' migratable='on'/>", element);
+        let model = |element: &str| import(&cpu(element)).unwrap().cpu_model;
+        let features = "<feature policy='disable' name='erms'/><feature policy='require' name='pcid'/>\
+                        <feature policy='optional' name='vmx'/>";
+        assert_eq!(model(&format!("<cpu mode='maximum'>{features}</cpu>")), "max,-erms,+pcid");
+        let custom =
+            format!("<cpu mode='custom' match='exact'><model fallback='forbid'>Skylake-Server</model>{features}</cpu>");
+        assert_eq!(model(&custom), "Skylake-Server,-erms,+pcid");
+        assert_eq!(model(""), "qemu64");
+        assert_eq!(model("<cpu mode='host-model'/>"), "host");
+        left(&cpu("<cpu mode='host-model'/>"), "processor model host-model", "host");
+        left(&cpu("<cpu><topology sockets='1' cores='2'/></cpu>"), "processor topology", "as QEMU chooses");
+        left(&cpu("<cpu><numa><cell/><cell/></numa></cpu>"), "memory nodes", "one node");
+        assert_eq!(import(&TYPICAL.replace("'static'>2", "'static' current='3'>8")).unwrap().cpus, 3);
+        assert_eq!(import(&TYPICAL.replace("type='kvm'", "type='qemu'")).unwrap().accelerator, "tcg");
+    }
+
+    #[test]
+    fn disk_that_boots_comes_first_and_each_is_told() {
+        let second = "<disk type='block' device='disk'><driver type='raw' cache='none' iothread='1'/><source dev='/dev/vg/data'/>\
+             <target dev='sdb' bus='scsi'/><boot order='1'/></disk>";
+        let imported = import(&with_device(second)).unwrap();
+        let found: Vec<_> = imported.disks.iter().map(|disk| (disk.name.as_str(), disk.path.as_path())).collect();
+        let vda = Path::new("/var/lib/libvirt/images/web.qcow2");
+        assert_eq!(found, [("sdb", Path::new("/dev/vg/data")), ("vda", vda)]);
+        left(&with_device(second), "order of the disks", "sdb comes first");
+        left(&with_device(second), "bus of sdb", "virtio instead of scsi");
+        left(&with_device(second), "sdb", "iothread='1' has no effect");
+        let network = "<disk type='network' device='disk'><target dev='vdb' bus='virtio'/></disk>";
+        left(&with_device(network), "vdb", "network disk");
+        let i440 = TYPICAL.replace("pc-q35-7.2", "pc-i440fx-7.2");
+        left(&i440, "machine type pc-i440fx-7.2", "q35");
+        assert_eq!(import(&i440).unwrap().machine_type, None);
+    }
+
+    #[test]
+    fn what_a_machine_does_not_have_is_listed() {
+        for (element, what, why) in [
+            ("<hostdev mode='subsystem' type='pci'/>", "hostdev", "no device of the host"),
+            ("<tpm model='tpm-crb'/>", "tpm", "no TPM"),
+            ("<filesystem type='mount'/>", "filesystem", "no folders"),
+            ("<redirdev bus='usb' type='spicevmc'/>", "redirdev", "USB"),
+            ("<serial type='pty'/>", "further consoles", "ttyS0"),
+            ("<memory model='dimm'/>", "memory devices", "first memory"),
+            ("<watchdog model='i6300esb' action='poweroff'/>", "watchdog i6300esb, poweroff", "[watchdog]"),
+        ] {
+            left(&with_device(element), what, why);
+        }
+        for (element, what, why) in [
+            ("<memoryBacking><hugepages/></memoryBacking>", "hugepages", "tmpfs"),
+            ("<cputune><shares>7</shares></cputune>", "cputune", "systemd"),
+            (
+                "<qemu:commandline xmlns:qemu='http://libvirt.org/schemas/domain/qemu/1.0'/>",
+                "commandline",
+                "extra_qemu_args",
+            ),
+        ] {
+            left(&with_setting(element), what, why);
+        }
+        left(&TYPICAL.replace("<apic/>", "<hyperv/>"), "hyperv", "cpu_model");
+        left(&TYPICAL.replace("offset='utc'", "offset='localtime'"), "clock", "UTC");
+        left(&TYPICAL.replace("<on_reboot>restart", "<on_reboot>destroy"), "on_reboot destroy", "reboots");
+        left(&TYPICAL.replacen("2097152", "4194304", 1), "currentMemory", "all of its memory");
+        let watchdog = "<watchdog model='i6300esb' action='inject-nmi'/>";
+        assert_eq!(import(&with_device(watchdog)).unwrap().watchdog, Some("nmi"));
+    }
+
+    #[test]
+    fn domain_that_no_machine_can_run_is_refused() {
+        for (xml, why) in [
+            (TYPICAL.replace("type='kvm'", "type='xen'"), "not a QEMU domain"),
+            (TYPICAL.replace("x86_64' machine", "aarch64' machine"), "x86_64"),
+            (with_setting("<launchSecurity type='sev'/>"), "encrypted"),
+            (TYPICAL.replace("<memory unit='KiB'>", "<memory unit='bushels'>"), "no size"),
+            ("<domain".to_owned(), "cannot be read"),
+        ] {
+            let refused = import(&xml).unwrap_err().to_string();
+            assert!(refused.contains(why), "{why}: {refused}");
+        }
+    }
+}
