@@ -34,6 +34,13 @@ const PRIVATE: [&str; 9] = [
 /// CPU features that QEMU does not emulate fast, as in [`artifacts::CPU_MODEL`].
 const CPU: &str = "<cpu mode='maximum'><feature policy='disable' name='erms'/><feature policy='disable' name='fsrm'/>\
                    <feature policy='disable' name='cx16'/></cpu>";
+/// Makes a `/dev` without KVM. Where root may use KVM and QEMU's user may not, libvirt asks QEMU anew what it can do before each step,
+/// for 10 to 30 s.
+const DEVICES: &str = "umount -l -R /dev\nmount -t tmpfs -o mode=0755 tmpfs /dev\nmkdir /dev/pts /dev/shm\n\
+                       mknod -m 666 /dev/null c 1 3\nmknod -m 666 /dev/zero c 1 5\nmknod -m 666 /dev/full c 1 7\n\
+                       mknod -m 666 /dev/random c 1 8\nmknod -m 666 /dev/urandom c 1 9\nmknod -m 666 /dev/tty c 5 0\n\
+                       mount -t devpts -o newinstance,ptmxmode=666 devpts /dev/pts\nln -s pts/ptmx /dev/ptmx\n\
+                       ln -s /proc/self/fd /dev/fd\nln -s /proc/self/fd/0 /dev/stdin\n";
 const LOOK: Duration = Duration::from_millis(20);
 
 /// A libvirt of its own, with one domain.
@@ -354,7 +361,7 @@ fn begin(folder: &Path, hearth: &Path) -> Result<Child> {
     let (folder, hearth) = (folder.display(), hearth.display());
     // Hooks are found only when libvirt starts. systemd would start keepers outside.
     let script = format!(
-        "set -e\n{mounts}[ ! -d /run/systemd ] || mount -t tmpfs tmpfs /run/systemd\n\
+        "set -e\n{DEVICES}{mounts}[ ! -d /run/systemd ] || mount -t tmpfs tmpfs /run/systemd\n\
          mkdir -p /var/lib/libvirt/qemu /var/log/libvirt/qemu /etc/libvirt/hooks/qemu.d\n\
          printf '#!/bin/sh\\nexec {hearth} hook \"$@\"\\n' >/etc/libvirt/hooks/qemu.d/hearth\n\
          chmod 755 /etc/libvirt/hooks/qemu.d/hearth\n\
