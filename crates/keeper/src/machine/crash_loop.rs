@@ -44,24 +44,32 @@ impl Crashes {
     }
 }
 
-impl Machine {
-    /// A back-off that begins now.
-    fn back_off(delay: Duration, why: impl FnOnce(&str) -> String) -> BackOff {
+impl BackOff {
+    /// One that begins now. `why`: gets the time of the next start, as text.
+    pub fn begin(delay: Duration, why: impl FnOnce(&str) -> String) -> Self {
         let (began, next_start) = (Instant::now(), rfc3339(SystemTime::now() + delay));
-        BackOff { began, until: began + delay, why: why(&next_start), next_start }
+        Self { began, until: began + delay, why: why(&next_start), next_start }
     }
 
+    /// Of a crash loop. `at_once`: the command that starts the next guest before the time is up.
+    pub fn of_crash_loop(delay: Duration, config: &CrashLoopConfig, at_once: &str) -> Self {
+        let CrashLoopConfig { loop_count, loop_window_s, .. } = config;
+        Self::begin(delay, |next_start| {
+            format!(
+                "crash loop: at least {loop_count} crashes within {loop_window_s} s; the next guest starts at \
+                 {next_start}, or now with `{at_once}`"
+            )
+        })
+    }
+}
+
+impl Machine {
     /// The dead guest is banked, and there is no other guest yet. `delay`: the crash loop's delay before the next
     /// start.
     pub(super) fn life_over(&mut self, delay: Option<Duration>) -> Result<(), MachineError> {
-        let CrashLoopConfig { loop_count, loop_window_s, .. } = self.context.config.crash.crash_loop;
-        let why = |next_start: &str| {
-            format!(
-                "crash loop: at least {loop_count} crashes within {loop_window_s} s; the next guest starts at \
-                 {next_start}, or now with `hearth reboot`"
-            )
-        };
-        self.apply(Input::LifeOver { back_off: delay.map(|delay| Self::back_off(delay, why)) })
+        let config = &self.context.config.crash.crash_loop;
+        let back_off = delay.map(|delay| BackOff::of_crash_loop(delay, config, "hearth reboot"));
+        self.apply(Input::LifeOver { back_off })
     }
 
     pub(super) fn begin_crash_loop(&mut self, delay: Duration, next_start: String) {
@@ -72,7 +80,7 @@ impl Machine {
 
     /// Backs off after a start that failed.
     pub(super) fn start_failed(&mut self, delay: Duration, why: String) -> Result<(), MachineError> {
-        let back_off = Self::back_off(delay, |_| format!("cannot start the next guest yet: {why}"));
+        let back_off = BackOff::begin(delay, |_| format!("cannot start the next guest yet: {why}"));
         self.apply(Input::StartFails { why, back_off })
     }
 

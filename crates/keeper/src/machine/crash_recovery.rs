@@ -10,8 +10,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 use std::{fs, io};
 
-use hearth_api::{DumpState, EndCause, EventKind};
-use hearth_recovery::crash_recovery::{Claim, HARVEST_PATIENCE};
+use hearth_api::{ApiError, DumpState, EndCause, ErrorWord, EventKind};
+use hearth_recovery::crash_recovery::{Claim, HARVEST_PATIENCE, Phase};
 use hearth_recovery::hold::Hold;
 use hearth_recovery::incarnation::Incarnation;
 use hearth_recovery::journal::DumpNote;
@@ -19,10 +19,12 @@ use hearth_recovery::vmcore::DeadRam;
 use hearth_recovery::vmcore::dump::incomplete_path;
 
 use super::crash_loop::Crashes;
+use super::disks::Disks;
 use super::dump::{Job, NoThread, Order, Task};
-use super::dumps::{Dumps, Request, dump_folder};
-use super::lazy_restore::LazyRestore;
+use super::dumps::{Dumps, Request, Subject, dump_folder};
 use super::state::Input;
+use super::timeline::LastRecovery;
+use super::warm_reboot::WarmReboot;
 use super::{Context, Machine, MachineError};
 use crate::config::OnPanic;
 use crate::event::{DumpMessage, Event};
@@ -53,14 +55,14 @@ pub struct Harvest {
 
 impl CrashRecovery {
     /// Notes in the journal that this incarnation must be dumped, so that a new keeper dumps it too.
-    fn note_dump(context: &mut Context, incarnation: u32) {
+    pub fn note_dump(context: &mut Context, incarnation: u32) {
         if note_of(context, incarnation).is_none() {
             context.journal.dumps.push(DumpNote { incarnation, file: None });
         }
         context.save_journal();
     }
 
-    fn forget_dump(context: &mut Context, incarnation: u32) {
+    pub fn forget_dump(context: &mut Context, incarnation: u32) {
         context.journal.dumps.retain(|note| note.incarnation != incarnation);
         context.save_journal();
         // Most dumps of living guests have no note.
@@ -102,6 +104,131 @@ impl CrashRecovery {
     pub fn must_wait_for_dumps(&self) -> bool {
         self.dumps.current().is_some_and(|status| !status.live && status.state != DumpState::Waiting)
     }
+
+    /// The living guest's registers are in the file from which its dump takes them, with so many bytes, or there are none. `began`:
+    /// the reading of them.
+    pub fn registers_read(&mut self, context: &Context, began: Instant, kept: Result<u64, String>) {
+        let took = began.elapsed();
+        self.harvest = Some(Harvest { began, took });
+        context.record(match kept {
+            Ok(bytes) => EventKind::RegistersTaken { bytes, duration_ms: took.as_secs_f64() * 1e3 },
+            Err(why) => EventKind::DumpWarning { message: format!("no registers: {why}") },
+        });
+    }
+
+    /// Records the phase that preceded QEMU's end.
+    pub fn record_harvest(&mut self, context: &Context, recovery: &mut LastRecovery) {
+        let Some(Harvest { began, took }) = self.harvest.take() else { return };
+        if let Some(timeline) = &mut recovery.timeline {
+            timeline.began(began);
+        }
+        recovery.phase_ended(context, Phase::Harvest.name(), began, took);
+    }
+
+    /// The hold with which a dead incarnation is banked. None if it will not be dumped.
+    pub fn hold(context: &mut Context, warm_reboot: &WarmReboot, dead: &Incarnation) -> Option<Arc<Hold>> {
+        note_of(context, dead.number)?;
+        if let Some(why) = no_room_for(warm_reboot, dead) {
+            context.record(EventKind::DumpSkipped { why });
+            Self::forget_dump(context, dead.number);
+            return None;
+        }
+        Some(Arc::new(Hold::everything(dead.ram.pages())))
+    }
+
+    /// Queues the dump of an incarnation that was banked with this hold.
+    pub fn queue_dump(
+        &mut self,
+        context: &mut Context,
+        warm_reboot: &WarmReboot,
+        disks: &Disks,
+        dead: &Incarnation,
+        hold: Arc<Hold>,
+    ) {
+        let claim = Claim::new(warm_reboot.ember.clone(), hold, dead.number, &dead.ram);
+        let noted = note_of(context, dead.number).and_then(|note| note.file.clone());
+        let begun = noted.is_some();
+        let file = noted.unwrap_or_else(|| dump_folder(&context.config).name(dead.number, SystemTime::now()));
+        if let Some(note) = context.journal.dumps.iter_mut().find(|note| note.incarnation == dead.number) {
+            note.file = Some(file.clone());
+        }
+        context.save_journal();
+        let request = Request { file: Some(file), ..Request::default() };
+        let subject = Subject {
+            incarnation: dead.number,
+            memory: DeadRam::new(dead.ram.clone()),
+            claim: Some(claim),
+            registers: context.harvested_registers(dead.number),
+        };
+        let (task, progress) = Dumps::task(context, warm_reboot, disks, request, subject);
+        self.dumps.queue(dead.number, (Task { begun, ..task }, progress));
+        self.start_next_dump(context);
+    }
+
+    /// Handles a message from a dump. Returns whether that dump is over.
+    pub fn handle_dump(
+        &mut self,
+        context: &mut Context,
+        recovery: &mut LastRecovery,
+        incarnation: u32,
+        message: DumpMessage,
+    ) -> bool {
+        match message {
+            DumpMessage::Event(EventKind::CrashReason { message }) => {
+                if let Some(timeline) = &mut recovery.timeline {
+                    timeline.crash_reason(incarnation, &message);
+                }
+            }
+            DumpMessage::Event(_) => {}
+            DumpMessage::Phase { phase, began, took } => recovery.phase_ended(context, phase.name(), began, took),
+            DumpMessage::Over => {
+                self.dumps.over();
+                Self::forget_dump(context, incarnation);
+                return true;
+            }
+        }
+        false
+    }
+
+    /// Goes on with a dump that waits for the operator.
+    pub fn resume_dump(&mut self, context: &Context) -> Result<(), ApiError> {
+        match self.dumps.current() {
+            Some(status) if status.state == DumpState::Waiting => {
+                self.dumps.tell(Order::Resume);
+                // Starts the dump again if no thread could be created before.
+                self.start_next_dump(context);
+                Ok(())
+            }
+            _ => {
+                Err(ApiError::new(ErrorWord::WrongState, "no dump is waiting").hint("`hearth status` shows all dumps"))
+            }
+        }
+    }
+
+    /// Gives up all dumps.
+    pub fn discard_dumps(&mut self, context: &Context) -> Result<(), ApiError> {
+        if !self.dumps.is_busy() {
+            return Err(ApiError::new(ErrorWord::WrongState, "no dump is running or waiting"));
+        }
+        self.dumps.give_up_all();
+        // A dump without a thread must end too.
+        self.start_next_dump(context);
+        Ok(())
+    }
+
+    /// Waits for the dumps of a machine that ends, except those that wait for the operator.
+    pub fn finish_dumps(&mut self, context: &mut Context) {
+        while let Some(first) = self.dumps.first().cloned() {
+            if first.wait_still() == DumpState::Waiting {
+                first.tell(Order::GiveUp);
+            } else {
+                self.dumps.over();
+                Self::forget_dump(context, first.status().incarnation);
+            }
+            // Starts the next dump, or the same one if it had no thread.
+            self.start_next_dump(context);
+        }
+    }
 }
 
 impl Context {
@@ -119,13 +246,13 @@ fn note_of(context: &Context, incarnation: u32) -> Option<&DumpNote> {
     context.journal.dumps.iter().find(|note| note.incarnation == incarnation)
 }
 
+/// Whether the journal says that this incarnation must be dumped.
+pub fn is_noted(context: &Context, incarnation: u32) -> bool {
+    note_of(context, incarnation).is_some()
+}
+
 /// Whether a guest can be dumped at all. A full disk may be freed later; a folder that cannot be used stays unusable.
-fn can_dump(context: &Context, restore: &LazyRestore) -> bool {
-    if !restore.is_complete() {
-        let why = "its memory was still being loaded from the snapshot".to_owned();
-        context.record(EventKind::DumpSkipped { why });
-        return false;
-    }
+pub fn can_dump(context: &Context) -> bool {
     let prepared = dump_folder(&context.config).prepare();
     if let Err(error) = &prepared {
         context.record(EventKind::DumpSkipped { why: crate::chain(error) });
@@ -133,7 +260,33 @@ fn can_dump(context: &Context, restore: &LazyRestore) -> bool {
     prepared.is_ok()
 }
 
+/// Why there is not enough memory for an earlier dump, this one and the next guest. None if there is.
+fn no_room_for(warm_reboot: &WarmReboot, dead: &Incarnation) -> Option<String> {
+    let held_bytes = warm_reboot.ember.held_bytes();
+    if held_bytes == 0 {
+        return None;
+    }
+    let limit_bytes = warm_reboot.budget.limit_bytes(true);
+    let wanted_bytes = held_bytes + dead.ram.residency_bytes().unwrap_or(u64::MAX / 2);
+    let (wanted_mib, allowed_mib) = (wanted_bytes >> 20, (limit_bytes - limit_bytes / BOOT_PART_OF_BUDGET) >> 20);
+    (wanted_mib > allowed_mib).then(|| {
+        format!(
+            "an earlier dump is still being written; {wanted_mib} MiB of dead memory would leave the next guest too \
+             little (at most {allowed_mib} MiB allowed)"
+        )
+    })
+}
+
 impl Machine {
+    fn can_dump(&self) -> bool {
+        if !self.lazy_restore.is_complete() {
+            let why = "its memory was still being loaded from the snapshot".to_owned();
+            self.context.record(EventKind::DumpSkipped { why });
+            return false;
+        }
+        can_dump(&self.context)
+    }
+
     /// Dumps a guest that crashed and stays paused.
     pub(super) fn dump_crashed(&mut self) {
         // The state must be Paused before the dump starts.
@@ -145,7 +298,7 @@ impl Machine {
 
     /// Has a thread read what only a living QEMU can tell; `harvested` follows. If QEMU hangs or lies, only the registers are lost.
     pub(super) fn harvest(&mut self) -> Result<(), MachineError> {
-        if !can_dump(&self.context, &self.lazy_restore) {
+        if !self.can_dump() {
             return self.apply(Input::Harvested);
         }
         let Some(life) = self.state.guest() else { return Ok(()) };
@@ -165,112 +318,33 @@ impl Machine {
 
     /// QEMU has told all that is needed of it.
     pub(super) fn harvested(&mut self, began: Instant, registers: Result<Vec<u8>, String>) -> Result<(), MachineError> {
-        let took = began.elapsed();
         let kept = registers.and_then(|bytes| {
             let path = self.context.folders.registers(self.context.journal.incarnation);
             let written = fs::write(&path, &bytes).map_err(|error| format!("{}: {error}", path.display()));
             written.map(|()| bytes.len() as u64)
         });
-        self.crash_recovery.harvest = Some(Harvest { began, took });
-        self.context.record(match kept {
-            Ok(bytes) => EventKind::RegistersTaken { bytes, duration_ms: took.as_secs_f64() * 1e3 },
-            Err(why) => EventKind::DumpWarning { message: format!("no registers: {why}") },
-        });
+        self.crash_recovery.registers_read(&self.context, began, kept);
         self.apply(Input::Harvested)
     }
 
     /// Notes a dump, without registers, of a guest whose QEMU died by itself.
     pub(super) fn note_death(&mut self, dead: &Incarnation, cause: EndCause) {
-        if cause == EndCause::QemuDied
-            && self.context.config.on_panic == OnPanic::DumpAndRecover
-            && can_dump(&self.context, &self.lazy_restore)
-        {
+        if cause == EndCause::QemuDied && self.context.config.on_panic == OnPanic::DumpAndRecover && self.can_dump() {
             CrashRecovery::note_dump(&mut self.context, dead.number);
         }
     }
 
-    /// The hold with which a dead incarnation is banked. None if it will not be dumped.
-    pub(super) fn dump_hold(&mut self, dead: &Incarnation) -> Option<Arc<Hold>> {
-        note_of(&self.context, dead.number)?;
-        if let Some(why) = self.no_room_for(dead) {
-            self.context.record(EventKind::DumpSkipped { why });
-            CrashRecovery::forget_dump(&mut self.context, dead.number);
-            return None;
-        }
-        Some(Arc::new(Hold::everything(dead.ram.pages())))
-    }
-
-    /// Why there is not enough memory for an earlier dump, this one and the next guest. None if there is.
-    fn no_room_for(&self, dead: &Incarnation) -> Option<String> {
-        let held_bytes = self.warm_reboot.ember.held_bytes();
-        if held_bytes == 0 {
-            return None;
-        }
-        let limit_bytes = self.warm_reboot.budget.limit_bytes(true);
-        let wanted_bytes = held_bytes + dead.ram.residency_bytes().unwrap_or(u64::MAX / 2);
-        let (wanted_mib, allowed_mib) = (wanted_bytes >> 20, (limit_bytes - limit_bytes / BOOT_PART_OF_BUDGET) >> 20);
-        (wanted_mib > allowed_mib).then(|| {
-            format!(
-                "an earlier dump is still being written; {wanted_mib} MiB of dead memory would leave the next guest \
-                 too little (at most {allowed_mib} MiB allowed)"
-            )
-        })
-    }
-
-    /// Queues the dump of an incarnation that was banked with this hold.
-    pub(super) fn queue_dump(&mut self, dead: &Incarnation, hold: Arc<Hold>) {
-        let claim = Claim::new(self.warm_reboot.ember.clone(), hold, dead.number, &dead.ram);
-        let noted = note_of(&self.context, dead.number).and_then(|note| note.file.clone());
-        let begun = noted.is_some();
-        let file = noted.unwrap_or_else(|| dump_folder(&self.context.config).name(dead.number, SystemTime::now()));
-        if let Some(note) = self.context.journal.dumps.iter_mut().find(|note| note.incarnation == dead.number) {
-            note.file = Some(file.clone());
-        }
-        self.context.save_journal();
-        let registers = self.context.harvested_registers(dead.number);
-        let memory = DeadRam::new(dead.ram.clone());
-        let request = Request { file: Some(file), ..Request::default() };
-        let (task, progress) = self.task(request, dead.number, memory, Some(claim), registers);
-        self.crash_recovery.dumps.queue(dead.number, (Task { begun, ..task }, progress));
-        self.crash_recovery.start_next_dump(&self.context);
-    }
-
     pub(super) fn handle_dump(&mut self, incarnation: u32, message: DumpMessage) -> Result<(), MachineError> {
-        match message {
-            DumpMessage::Event(EventKind::CrashReason { message }) => {
-                if let Some(timeline) = &mut self.recovery.timeline {
-                    timeline.crash_reason(incarnation, &message);
-                }
-            }
-            DumpMessage::Event(_) => {}
-            DumpMessage::Phase { phase, began, took } => {
-                self.recovery.phase_ended(&self.context, phase.name(), began, took)
-            }
-            DumpMessage::Over => return self.dump_over(incarnation),
+        if self.crash_recovery.handle_dump(&mut self.context, &mut self.recovery, incarnation, message) {
+            return self.dump_over();
         }
         Ok(())
     }
 
-    fn dump_over(&mut self, incarnation: u32) -> Result<(), MachineError> {
-        self.crash_recovery.dumps.over();
-        CrashRecovery::forget_dump(&mut self.context, incarnation);
+    fn dump_over(&mut self) -> Result<(), MachineError> {
         // While a guest is paused for a dump there is no other dump.
         self.resume_after_dump();
         self.crash_recovery.start_next_dump(&self.context);
         if self.crash_recovery.dumps.is_busy() { Ok(()) } else { self.apply(Input::DumpsOver) }
-    }
-
-    /// Waits for the dumps of a machine that ends, except those that wait for the operator.
-    pub(super) fn finish_dumps(&mut self) {
-        while let Some(first) = self.crash_recovery.dumps.first().cloned() {
-            if first.wait_still() == DumpState::Waiting {
-                first.tell(Order::GiveUp);
-            } else {
-                self.crash_recovery.dumps.over();
-                CrashRecovery::forget_dump(&mut self.context, first.status().incarnation);
-            }
-            // Starts the next dump, or the same one if it had no thread.
-            self.crash_recovery.start_next_dump(&self.context);
-        }
     }
 }

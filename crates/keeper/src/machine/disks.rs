@@ -2,7 +2,7 @@
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 use hearth_api::{ApiError, DiskSize, ErrorWord, EventKind};
@@ -10,6 +10,7 @@ use hearth_disk::arrival::MissPolicy;
 use hearth_disk::gate::Gate;
 use hearth_disk::nvram::Nvram;
 use hearth_disk::nvram::pmem::Pmem;
+use hearth_disk::pressure::Pressure;
 use hearth_disk::server::{Ask, DiskServer, Expected, Notice, Observer, Peer, Tell};
 
 use super::backfill::Backfill;
@@ -32,6 +33,8 @@ pub struct Disks {
     pub greeting_cut_off: bool,
     /// A check that the adopted QEMU uses its disks.
     pub next_check: Option<InUseCheck>,
+    /// Pressure of each configured disk, for other threads. A disk that is opened again has another one.
+    pub pressures: Arc<Mutex<Vec<Pressure>>>,
 }
 
 /// A check whether the adopted QEMU uses its disks.
@@ -111,6 +114,7 @@ impl Disks {
             pmem: Vec::new(),
             greeting_cut_off: false,
             next_check: None,
+            pressures: Arc::default(),
         }
     }
 
@@ -155,6 +159,12 @@ impl Disks {
             // Fails only when the loop has ended, and the keeper with it.
             let _ = tell.send(Event::DiskEnded { disk, why });
         });
+    }
+
+    /// Call it when the servers have changed.
+    pub(super) fn show_pressures(&self, context: &Context) {
+        let disks = self.servers.iter().take(context.config.devices.disks.len());
+        *self.pressures.lock().expect("holders only assign and read") = disks.map(DiskServer::pressure).collect();
     }
 
     /// Sends a disk's notices to the machine's loop.

@@ -14,9 +14,11 @@ use hearth_recovery::crash_recovery::{Claim, HARVEST_PATIENCE};
 use hearth_recovery::journal::GuestNote;
 use hearth_recovery::vmcore::{Compression, DeadRam, DumpLevel, Format};
 
-use super::Machine;
+use super::disks::Disks;
 use super::dump::{DumpFolder, Job, Order, Pace, Progress, Settings, SlowdownCheck, Task, piece_bytes};
 use super::state::{Input, PauseReason};
+use super::warm_reboot::WarmReboot;
+use super::{Context, Machine};
 use crate::config::Config;
 use crate::control::{Answer, Reply};
 use crate::event::{Event, HeldFor};
@@ -63,6 +65,16 @@ struct Queued {
     /// None once the dump is under way.
     task: Option<Task>,
     progress: Arc<Progress>,
+}
+
+/// A guest that is to be dumped.
+pub struct Subject {
+    pub incarnation: u32,
+    pub memory: DeadRam,
+    /// None for a living guest.
+    pub claim: Option<Claim>,
+    /// As for [`Task`].
+    pub registers: Result<Vec<u8>, String>,
 }
 
 /// A requested dump. Fields that are None take the configuration's value.
@@ -155,6 +167,12 @@ impl Dumps {
         self.queue.iter().for_each(|queued| queued.progress.tell(Order::GiveUp));
     }
 
+    /// Gives up all dumps for a reason of the machine's own.
+    pub fn give_up_for(&self, why: &str) {
+        self.queue.iter().for_each(|queued| queued.progress.update(|status| status.why = Some(why.to_owned())));
+        self.give_up_all();
+    }
+
     /// The dump that is under way or comes next.
     pub fn first(&self) -> Option<&Arc<Progress>> {
         self.queue.front().map(|queued| &queued.progress)
@@ -180,17 +198,18 @@ pub(super) fn dump_folder(config: &Config) -> DumpFolder {
     }
 }
 
-impl Machine {
-    pub(super) fn task(
-        &self,
+impl Dumps {
+    /// A dump that is to be queued. What the request leaves open is as configured.
+    pub fn task(
+        context: &Context,
+        warm_reboot: &WarmReboot,
+        disks: &Disks,
         request: Request,
-        incarnation: u32,
-        memory: DeadRam,
-        claim: Option<Claim>,
-        registers: Result<Vec<u8>, String>,
+        subject: Subject,
     ) -> (Task, Arc<Progress>) {
-        let crash = &self.context.config.crash;
-        let dump_folder = dump_folder(&self.context.config);
+        let Subject { incarnation, memory, claim, registers } = subject;
+        let crash = &context.config.crash;
+        let dump_folder = dump_folder(&context.config);
         let configured = DumpLevel::new(crash.level).unwrap_or(DumpLevel::NOT_ZERO);
         let level = request.level.unwrap_or(configured);
         let (format, compression) =
@@ -218,12 +237,13 @@ impl Machine {
             mib_per_s: 0.0,
             eta_s: None,
         };
-        let progress = Arc::new(Progress::new(status, claim.clone(), self.warm_reboot.monitor.dump_buffers()));
+        let progress = Arc::new(Progress::new(status, claim.clone(), warm_reboot.monitor.dump_buffers()));
         // A dump of a living guest frees no memory.
-        let guest_waits = if claim.is_some() { self.warm_reboot.monitor.guest_waits() } else { Arc::new(|| false) };
-        let pace = Pace::new(crash.mib_per_second, crash.disk_time, self.slowdown_check(), guest_waits.clone());
+        let guest_waits = if claim.is_some() { warm_reboot.monitor.guest_waits() } else { Arc::new(|| false) };
+        let pace =
+            Pace::new(crash.mib_per_second, crash.disk_time, slowdown_check(context, disks), guest_waits.clone());
         let task = Task {
-            machine: self.context.config.name.clone(),
+            machine: context.config.name.clone(),
             memory,
             claim,
             registers,
@@ -234,7 +254,7 @@ impl Machine {
                     DumpFormat::Kdump => Format::Kdump(method(compression)),
                 },
                 chunk_bytes: crash.chunk_bytes,
-                piece_bytes: piece_bytes(self.context.config.memory.slack_bytes, crash.threads),
+                piece_bytes: piece_bytes(context.config.memory.slack_bytes, crash.threads),
                 threads: crash.threads,
             },
             dump_folder,
@@ -245,20 +265,24 @@ impl Machine {
         };
         (task, progress)
     }
+}
 
-    /// Tells whether the guest's requests are slowed down on a disk that the dump also writes to.
-    fn slowdown_check(&self) -> SlowdownCheck {
-        let dump = Devices::of(existing(&self.context.config.crash.dump_folder)).unwrap_or(Devices::Unknown);
-        let shares = |path: &PathBuf| Devices::of(path).unwrap_or(Devices::Unknown).may_share(&dump);
-        let disks = self.context.config.devices.disks.iter().zip(&self.disks.servers);
-        let shared: Vec<_> =
-            disks.filter(|(config, _)| shares(&config.path)).map(|(_, disk)| disk.pressure()).collect();
-        Box::new(move || {
-            let now = Instant::now();
-            shared.iter().map(|disk| disk.read(now)).any(|disk| disk.in_flight > 0 || disk.slowdown_pct > SUFFERS_PCT)
-        })
-    }
+/// Tells whether the guest's requests are slowed down on a disk that the dump also writes to.
+fn slowdown_check(context: &Context, disks: &Disks) -> SlowdownCheck {
+    let dump = Devices::of(existing(&context.config.crash.dump_folder)).unwrap_or(Devices::Unknown);
+    let shares = |path: &PathBuf| Devices::of(path).unwrap_or(Devices::Unknown).may_share(&dump);
+    let shared: Vec<_> = context.config.devices.disks.iter().map(|config| shares(&config.path)).collect();
+    let pressures = disks.pressures.clone();
+    Box::new(move || {
+        let now = Instant::now();
+        let pressures = pressures.lock().expect("holders only assign and read");
+        let shared = pressures.iter().zip(&shared).filter(|(_, shares)| **shares);
+        let mut readings = shared.map(|(disk, _)| disk.read(now));
+        readings.any(|disk| disk.in_flight > 0 || disk.slowdown_pct > SUFFERS_PCT)
+    })
+}
 
+impl Machine {
     /// Dumps a guest that runs, or is paused. QEMU's thread asks for what only QEMU can tell; `ready_to_dump` goes on.
     pub(super) fn dump_living(&mut self, mut request: Request, answer: Option<Reply>) -> Result<(), ApiError> {
         if self.crash_recovery.dumps.asked.is_some() {
@@ -348,7 +372,8 @@ impl Machine {
         let Some(life) = self.state.guest() else { return };
         let (number, memory) = (life.incarnation.number, DeadRam::new(life.incarnation.ram.clone()));
         let Asked { request, answer, .. } = asked;
-        let task = self.task(request, number, memory, None, registers);
+        let subject = Subject { incarnation: number, memory, claim: None, registers };
+        let task = Dumps::task(&self.context, &self.warm_reboot, &self.disks, request, subject);
         self.crash_recovery.dumps.queue(number, task);
         self.crash_recovery.start_next_dump(&self.context);
         reply(answer, Ok(()));
@@ -394,30 +419,15 @@ impl Machine {
     }
 
     pub(super) fn resume_dump(&mut self) -> Result<(), ApiError> {
-        match self.crash_recovery.dumps.current() {
-            Some(status) if status.state == DumpState::Waiting => {
-                self.crash_recovery.dumps.tell(Order::Resume);
-                // Starts the dump again if no thread could be created before.
-                self.crash_recovery.start_next_dump(&self.context);
-                Ok(())
-            }
-            _ => {
-                Err(ApiError::new(ErrorWord::WrongState, "no dump is waiting").hint("`hearth status` shows all dumps"))
-            }
-        }
+        self.crash_recovery.resume_dump(&self.context)
     }
 
     pub(super) fn discard_dumps(&mut self) -> Result<(), ApiError> {
-        if !self.crash_recovery.dumps.is_busy() {
-            return Err(ApiError::new(ErrorWord::WrongState, "no dump is running or waiting"));
-        }
         if self.crash_recovery.dumps.forget_asked("it was discarded") {
             self.resume_after_dump();
+            return Ok(());
         }
-        self.crash_recovery.dumps.give_up_all();
-        // A dump without a thread must end too.
-        self.crash_recovery.start_next_dump(&self.context);
-        Ok(())
+        self.crash_recovery.discard_dumps(&self.context)
     }
 }
 

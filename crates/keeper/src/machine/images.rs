@@ -51,6 +51,7 @@ impl Disks {
             let server = Self::serve(context, warm, gate, (position, image), incarnation, unwritten)?;
             self.servers.push(server);
         }
+        self.show_pressures(context);
         self.note(context, warm);
         self.open_nvram(context, gate)?;
         self.open_cache_map(context, gate)?;
@@ -271,6 +272,7 @@ impl Disks {
         let server = Self::serve(context, warm, gate, (position, image), Some(next), Unwritten::Drop)?;
         self.servers.push(server);
         self.servers.extend(after);
+        self.show_pressures(context);
         Ok(())
     }
 }

@@ -7,14 +7,13 @@ use hearth_api::{EmberMode, EndCause, EventKind, QemuStatus};
 use hearth_disk::arrival::MissPolicy;
 use hearth_disk::image::Unwritten;
 use hearth_disk::server::DiskServer;
-use hearth_recovery::crash_recovery;
 use hearth_recovery::hold::Hold;
 use hearth_recovery::incarnation::{Incarnation, discard_files};
 use hearth_recovery::journal::GuestNote;
 use hearth_recovery::rejuvenation::{ClockDebt, parked};
 use hearth_recovery::warm_reboot::Phase;
 
-use super::crash_recovery::Harvest;
+use super::crash_recovery::CrashRecovery;
 use super::dumps::Dumps;
 use super::generation::{Devices, Generation, Plan};
 use super::leftovers::Needed;
@@ -102,10 +101,10 @@ impl Machine {
             false => None,
         };
         self.recovery.timeline = Some(Timeline::start(dead.number + 1, cause, why_cold.clone()));
-        self.record_harvest();
+        self.crash_recovery.record_harvest(&self.context, &mut self.recovery);
         self.phase(Phase::Drain, |machine| machine.warm_reboot.succession(&machine.disks.servers).drain())?;
         self.disks.backfill.set_miss_policy(MissPolicy::Wait);
-        let hold = self.dump_hold(&dead);
+        let hold = CrashRecovery::hold(&mut self.context, &self.warm_reboot, &dead);
         match why_cold {
             None => self.warm_reboot.begin_cache_map(&dead, || self.context.harvested_registers(dead.number).ok()),
             Some(_) => self.warm_reboot.clear_cache_map(),
@@ -180,43 +179,15 @@ impl Machine {
     }
 
     fn bank(&mut self, dead: Incarnation) {
-        let banked = self.warm_reboot.succession(&self.disks.servers).bank(&self.context.folders.memory, dead);
-        match banked {
-            Ok(()) => self.recovery.kept(&self.context, &self.warm_reboot.ember),
-            Err(error) => {
-                let why = crate::chain(&error);
-                tracing::warn!(why, "the reboot will be cold");
-                self.recovery.set_cold(why);
-                self.warm_reboot.clear_cache_map();
-            }
-        }
-    }
-
-    /// Records the phase that preceded QEMU's end.
-    fn record_harvest(&mut self) {
-        let Some(Harvest { began, took }) = self.crash_recovery.harvest.take() else { return };
-        if let Some(timeline) = &mut self.recovery.timeline {
-            timeline.began(began);
-        }
-        self.recovery.phase_ended(&self.context, crash_recovery::Phase::Harvest.name(), began, took);
+        self.warm_reboot.bank(&self.context, &mut self.recovery, &self.disks, dead);
     }
 
     /// Keeps the dead incarnation for its dump, and, unless the reboot is cold, as ember.
     pub(super) fn bank_held(&mut self, dead: Incarnation, hold: Arc<Hold>, is_cold: bool) {
-        self.warm_reboot.sources.part(&dead);
-        match self.warm_reboot.ember.bank_held(dead.clone(), hold.clone()) {
-            Ok(()) => {
-                if is_cold {
-                    self.warm_reboot.forget_disks();
-                } else {
-                    self.recovery.kept(&self.context, &self.warm_reboot.ember);
-                }
-                self.queue_dump(&dead, hold);
-            }
-            Err(error) => {
-                self.context.record(EventKind::DumpSkipped { why: crate::chain(&error) });
-                self.bank(dead);
-            }
+        if self.warm_reboot.bank_held(&self.context, &mut self.recovery, &dead, &hold, is_cold) {
+            self.crash_recovery.queue_dump(&mut self.context, &self.warm_reboot, &self.disks, &dead, hold);
+        } else {
+            self.bank(dead);
         }
     }
 
@@ -226,7 +197,7 @@ impl Machine {
         self.warm_reboot.monitor.watch(None);
         self.warm_reboot.succession(&self.disks.servers).drain()?;
         self.warm_reboot.begin_keeping_cache_map(&dead, || self.context.harvested_registers(dead.number).ok());
-        if let Some(hold) = self.dump_hold(&dead) {
+        if let Some(hold) = CrashRecovery::hold(&mut self.context, &self.warm_reboot, &dead) {
             self.bank_held(dead, hold, true);
         }
         Ok(())
@@ -419,7 +390,7 @@ impl Machine {
         self.disks.backfill.set_miss_policy(MissPolicy::Refuse);
         self.end_memory();
         self.tell_state();
-        self.finish_dumps();
+        self.crash_recovery.finish_dumps(&mut self.context);
         // Without keeper and QEMU the next start is cold, so the memory would only be held for nothing; unless a guest
         // is parked here.
         if !parked::is_there(&self.context.folders.memory) {

@@ -3,8 +3,7 @@
 use std::borrow::Cow;
 
 use hearth_api::{
-    AdmissionStatus, DiskStatus, DumpStatus, EmberStatus, KeeperStatus, MachineStatus, MemoryStatus, NetStatus,
-    Recovery, Refused,
+    AdmissionStatus, DiskStatus, EmberStatus, KeeperStatus, MachineStatus, MemoryStatus, NetStatus, Refused,
 };
 use hearth_disk::server::DiskServer;
 use hearth_memory::PAGE_BYTES;
@@ -46,7 +45,7 @@ impl Machine {
             pending: self.context.file.pending.clone(),
             frozen: self.saves.frozen_status(),
             save: self.saves.current.as_ref().map(save::Saving::status),
-            last_recovery: self.recovery(&dumps),
+            last_recovery: self.recovery.shown(&dumps),
             dumps,
         }
     }
@@ -54,13 +53,6 @@ impl Machine {
     fn state_why(&self) -> Option<String> {
         let first = self.state.launch().filter(|_| self.state.is_first_start());
         self.state.why(&self.context.config.name).map(Cow::into_owned).or_else(|| first.map(Start::doing))
-    }
-
-    /// The last recovery, with the dump of the guest that was recovered from.
-    fn recovery(&self, dumps: &[DumpStatus]) -> Option<Recovery> {
-        let mut recovery = self.recovery.timeline.as_ref()?.recovery().clone();
-        recovery.dump = dumps.iter().find(|dump| !dump.live && dump.incarnation + 1 == recovery.incarnation).cloned();
-        Some(recovery)
     }
 }
 

@@ -218,7 +218,7 @@ impl Machine {
     /// Starts or continues a dead keeper's dumps. Call it once the disks are served, because a dump yields to them.
     pub(super) fn go_on_with_dumps(&mut self) {
         for (dead, hold) in std::mem::take(&mut self.crash_recovery.unfinished) {
-            self.queue_dump(&dead, hold);
+            self.crash_recovery.queue_dump(&mut self.context, &self.warm_reboot, &self.disks, &dead, hold);
         }
         // Incarnations whose memory is gone need no note.
         let (living, dumps) = (self.context.journal.incarnation, self.crash_recovery.dumps.statuses());

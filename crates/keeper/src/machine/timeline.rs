@@ -3,7 +3,7 @@
 
 use std::time::{Duration, Instant, SystemTime};
 
-use hearth_api::{EndCause, EventKind, PhaseTime, Recovery, rfc3339};
+use hearth_api::{DumpStatus, EndCause, EventKind, PhaseTime, Recovery, rfc3339};
 use hearth_memory::PAGE_BYTES;
 use hearth_recovery::ember::Ember;
 
@@ -27,6 +27,13 @@ impl LastRecovery {
             timeline.ended(phase, began, took);
         }
         context.record(EventKind::Phase { phase: phase.to_owned(), duration_ms: ms(took) });
+    }
+
+    /// The recovery, with the dump of the guest that was recovered from.
+    pub fn shown(&self, dumps: &[DumpStatus]) -> Option<Recovery> {
+        let mut recovery = self.timeline.as_ref()?.recovery().clone();
+        recovery.dump = dumps.iter().find(|dump| !dump.live && dump.incarnation + 1 == recovery.incarnation).cloned();
+        Some(recovery)
     }
 
     /// Records that the dead guest's memory cannot be kept after all.

@@ -13,10 +13,12 @@ use hearth_recovery::admission::AdmissionInputs;
 use hearth_recovery::budget::Budget;
 use hearth_recovery::ember::Ember;
 use hearth_recovery::fast_remount::WarmSources;
+use hearth_recovery::hold::Hold;
 use hearth_recovery::incarnation::Incarnation;
 use hearth_recovery::warm_reboot::{Phase, RebootContext};
 
 use super::cache_map::{Awaited, CacheMapFile, Reading};
+use super::disks::Disks;
 use super::memory_monitor::{Kept, MemoryMonitor};
 use super::timeline::LastRecovery;
 use super::{Context, DRAIN_PATIENCE, MachineError, dump};
@@ -160,6 +162,38 @@ impl WarmReboot {
     /// The steps from a dead guest to the next one: drain the disks, keep the memory.
     pub fn succession<'a>(&'a self, disks: &'a [DiskServer]) -> RebootContext<'a> {
         RebootContext { disks, warm: &self.sources, tagger: &self.tagger, patience: DRAIN_PATIENCE }
+    }
+
+    /// Keeps a dead incarnation as ember. If that fails, the next guest starts cold.
+    pub fn bank(&self, context: &Context, recovery: &mut LastRecovery, disks: &Disks, dead: Incarnation) {
+        match self.succession(&disks.servers).bank(&context.folders.memory, dead) {
+            Ok(()) => recovery.kept(context, &self.ember),
+            Err(error) => {
+                let why = crate::chain(&error);
+                tracing::warn!(why, "the reboot will be cold");
+                recovery.set_cold(why);
+                self.clear_cache_map();
+            }
+        }
+    }
+
+    /// Keeps a dead incarnation for its dump, and, unless the reboot is cold, as ember. Returns whether it is kept.
+    pub fn bank_held(
+        &self,
+        context: &Context,
+        recovery: &mut LastRecovery,
+        dead: &Incarnation,
+        hold: &Arc<Hold>,
+        is_cold: bool,
+    ) -> bool {
+        self.sources.part(dead);
+        let banked = self.ember.bank_held(dead.clone(), hold.clone());
+        match &banked {
+            Ok(()) if is_cold => self.forget_disks(),
+            Ok(()) => recovery.kept(context, &self.ember),
+            Err(error) => context.record(EventKind::DumpSkipped { why: crate::chain(error) }),
+        }
+        banked.is_ok()
     }
 
     /// Drops all blocks of this disk that are in memory. `living`: an incarnation whose ledger may hold some.
