@@ -58,6 +58,7 @@ struct Shared {
     live: Mutex<Option<Incarnation>>,
     admission: Mutex<Option<Arc<Admission>>>,
     settle_wanted: AtomicBool,
+    is_over: AtomicBool,
     live_bytes: AtomicU64,
     ember_bytes: AtomicU64,
     peak_bytes: AtomicU64,
@@ -75,6 +76,7 @@ impl Shared {
             live: Mutex::new(None),
             admission: Mutex::new(None),
             settle_wanted: AtomicBool::new(false),
+            is_over: AtomicBool::new(false),
             live_bytes: AtomicU64::new(0),
             ember_bytes: AtomicU64::new(0),
             peak_bytes: AtomicU64::new(0),
@@ -146,12 +148,12 @@ impl MemoryMonitor {
         self.shared.dump_buffer_bytes.clone()
     }
 
-    /// Tells dumps, at any moment, whether the guest waits for memory.
+    /// Tells dumps, at any moment, whether the guest waits for memory, or has more than the budget because nothing makes it wait.
     pub fn guest_waits(&self) -> GuestWaits {
         let shared = self.shared.clone();
         Arc::new(move || {
             let admission = shared.admission.lock().expect("holders only assign");
-            admission.as_ref().is_some_and(|admission| admission.is_waited_for())
+            shared.is_over.load(Relaxed) || admission.as_ref().is_some_and(|admission| admission.is_waited_for())
         })
     }
 
@@ -366,6 +368,7 @@ impl<'a> Round<'a> {
             (self.tell)(MemoryMessage::OverBudget { used_bytes: usage.total_bytes(), limit_bytes });
         }
         self.warned = over;
+        self.shared.is_over.store(over, Relaxed);
     }
 }
 
