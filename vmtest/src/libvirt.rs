@@ -212,6 +212,16 @@ impl LibvirtVm {
         Ok(std::iter::once(program).chain(words.iter().map(|word| (*word).to_owned())).collect())
     }
 
+    /// Attaches the domain, and once more with these keys and these sections in its file.
+    pub fn attach_with(&self, keys: &str, sections: &str) -> Result<()> {
+        let attach = ["attach", &self.name, "--yes"];
+        self.hearth(&attach)?;
+        let path = format!("/etc/hearth/{}.toml", self.name);
+        let text = self.must(&["cat", &path], "")?;
+        self.must(&["tee", &path], &format!("{keys}\n{text}\n{sections}\n"))?;
+        self.hearth(&attach).map(drop)
+    }
+
     /// Runs `virsh` with the domain's name as its first argument. Returns its output.
     pub fn virsh(&self, verb: &str, more: &[&str]) -> Result<String> {
         self.must(&[&["virsh", "-q", verb, &self.name], more].concat(), "")

@@ -2,10 +2,12 @@
 
 use std::fs::Permissions;
 use std::os::unix::fs::PermissionsExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use hearth_api::{EmberStatus, EventKind, MachineState};
+use hearth_api::{DumpState, DumpStatus, EmberStatus, EndCause, EventKind, MachineState};
+use hearth_recovery::vmcore::VmcoreFile;
+use hearth_recovery::vmcore::linux::{Linux, log};
 use hearth_vmtest::images::{self, File};
 use hearth_vmtest::libvirt::{Domain, DomainDisk, LibvirtVm};
 use hearth_vmtest::{Drives, Result, artifacts, boot_disk};
@@ -46,6 +48,30 @@ impl Files {
         files.vm.hearth(&["attach", name, "--yes"])?;
         files.vm.start()?;
         Ok(Some(files))
+    }
+
+    /// Attached and started, with these keys in its file, and these of `[crash]`.
+    fn running_with(name: &str, keys: &str, crash: &str) -> Result<Option<Self>> {
+        let Some(files) = Self::define(name)? else { return Ok(None) };
+        let folder = files.dump_folder();
+        files.vm.attach_with(keys, &format!("[crash]\ndump_folder = \"{}\"\n{crash}", folder.display()))?;
+        files.vm.start()?;
+        Ok(Some(files))
+    }
+
+    /// Where its dumps are, with keys of its own.
+    fn dump_folder(&self) -> PathBuf {
+        self.vm.folder().join("dumps")
+    }
+
+    /// Waits for the dump of an incarnation. Returns its status.
+    fn wait_dump(&self, incarnation: u32) -> Result<DumpStatus> {
+        let find = || {
+            let mut dumps = self.vm.status()?.dumps.into_iter();
+            Ok::<_, hearth_vmtest::Error>(dumps.find(|dump| dump.incarnation == incarnation && dump.state.is_over()))
+        };
+        self.vm.wait_until("the dump", || Ok(find()?.is_some()))?;
+        Ok(find()?.expect("it was just there"))
     }
 
     /// Reads and checks all files.
@@ -224,7 +250,7 @@ fn requests_that_are_libvirts_are_refused() -> Result<()> {
 /// The guest reboots inside its QEMU.
 #[test]
 fn cache_survives_resets_in_place() -> Result<()> {
-    let Some(files) = Files::running("resets")? else { return Ok(()) };
+    let Some(files) = Files::running_with("resets", "on_panic = \"recover\"", "")? else { return Ok(()) };
     let vm = &files.vm;
     vm.start_host()?;
     let resets: [(&str, Deed); 3] = [
@@ -247,6 +273,92 @@ fn cache_survives_resets_in_place() -> Result<()> {
         assert!(memory.peak_bytes <= memory.budget_bytes * 103 / 100, "{what}: {memory:?}");
     }
     Ok(())
+}
+
+#[test]
+fn panic_is_dumped_beside_the_next_guest() -> Result<()> {
+    let loops = "loop_count = 2\nloop_delay_s = 3";
+    let Some(files) = Files::running_with("panics", "", loops)? else { return Ok(()) };
+    let vm = &files.vm;
+    vm.start_host()?;
+    files.verify()?;
+    let pid = vm.qemu_pid()?;
+    vm.panic()?;
+    vm.wait_next_boot()?;
+    assert_ne!(vm.qemu_pid()?, pid);
+    files.assert_warm()?;
+    let dumped = files.wait_dump(1)?;
+    assert_eq!((dumped.state, dumped.level, dumped.excluded.unjudged), (DumpState::Complete, 31, 0), "{dumped:?}");
+    assert!(dumped.panic.as_deref().is_some_and(|why| why.contains("sysrq triggered crash")), "{dumped:?}");
+    assert_eq!(dumped.warnings, [""; 0], "{dumped:?}");
+    assert_dump(Path::new(&dumped.file));
+    let status = vm.status()?;
+    assert_eq!((status.incarnation, status.memory.held_bytes), (2, 0), "{status:?}");
+    assert!(status.memory.peak_bytes <= status.memory.budget_bytes * 103 / 100, "{:?}", status.memory);
+    let recovery = status.last_recovery.expect("it has recovered");
+    assert_eq!((recovery.cause, recovery.warm), (EndCause::Panic, true), "{recovery:?}");
+    assert_eq!(recovery.dump.map(|dump| dump.file), Some(dumped.file));
+    let harvest = recovery.phases.iter().find(|phase| phase.phase == "harvest");
+    assert!(harvest.is_some_and(|harvest| harvest.duration_ms < recovery.duration_ms), "{:?}", recovery.phases);
+    let named = |name: &str| recovery.phases.iter().any(|phase| phase.phase == name);
+    assert!(["harvest", "drain", "bank", "plan", "write", "finish"].into_iter().all(named), "{:?}", recovery.phases);
+    // The second crash is a loop: the domain is off for a while.
+    vm.panic()?;
+    vm.wait_state("shut off")?;
+    let waits = vm.status()?;
+    assert_eq!(waits.state, MachineState::Recovering);
+    assert!(waits.next_start.is_some() && waits.state_why.is_some_and(|why| why.contains("virsh start panics")));
+    vm.wait_next_boot()?;
+    files.assert_warm()?;
+    assert!(vm.events()?.iter().any(|record| matches!(record.event, EventKind::CrashLoop { delay_s: 3, .. })));
+    assert_eq!(files.wait_dump(2)?.state, DumpState::Complete);
+    let left = vm.must(&["ls", "/run/hearth/panics"], "")?;
+    assert!(!left.contains("registers") && !left.contains("harvest"), "{left}");
+    Ok(())
+}
+
+/// The dump is read with Hearth's own reader.
+#[track_caller]
+fn assert_dump(file: &Path) {
+    let dump = VmcoreFile::open(file).expect("the dump can be read");
+    assert!(dump.is_complete());
+    let registers: Vec<_> = dump.notes().registers().collect();
+    assert!(registers.len() == 1 && registers[0].get("rip").is_some_and(|rip| rip >> 63 == 1), "{registers:x?}");
+    let linux = Linux::find(&dump, &dump.notes().to_bytes()).expect("it holds a Linux kernel");
+    let lines = linux.log().expect("the kernel's log is in it");
+    assert_eq!(log::panic_reason(&lines), Some("sysrq triggered crash"));
+}
+
+/// Nobody looks after it, its keeper is another one, and its QEMU hangs.
+#[test]
+fn crashed_guest_waits_for_the_host_daemon() -> Result<()> {
+    let crash = "loop_count = 2\nloop_delay_s = 5";
+    let Some(files) = Files::running_with("waits", "", crash)? else { return Ok(()) };
+    let vm = &files.vm;
+    files.verify()?;
+    vm.panic()?;
+    vm.wait_state("crashed")?;
+    vm.kill_keeper()?;
+    vm.start_keeper()?;
+    let status = vm.status()?;
+    assert_eq!((status.state, status.incarnation), (MachineState::Paused, 1));
+    let why = status.state_why.unwrap_or_default();
+    assert!(why.contains("systemctl start hearth-host") && why.contains("virsh destroy waits"), "{why}");
+    vm.must(&["kill", "-STOP", &vm.qemu_pid()?], "")?;
+    vm.start_host()?;
+    vm.wait_next_boot()?;
+    files.assert_warm()?;
+    let dumped = files.wait_dump(1)?;
+    assert_eq!(dumped.state, DumpState::Complete);
+    assert!(dumped.warnings.iter().any(|warning| warning.contains("no registers")), "{dumped:?}");
+    let dump = VmcoreFile::open(Path::new(&dumped.file)).expect("the dump can be read");
+    assert!(dump.is_complete() && dump.notes().registers().count() == 0);
+    // Its next keeper dies before its next start.
+    vm.panic()?;
+    vm.wait_until("the wait of a crash loop", || Ok(vm.status()?.next_start.is_some()))?;
+    vm.kill_keeper()?;
+    vm.wait_next_boot()?;
+    files.verify()
 }
 
 /// Nobody says that the guest was reset, so no page of it is touched.

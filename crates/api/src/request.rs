@@ -159,6 +159,19 @@ pub struct DomainStarts {}
 #[serde(default, deny_unknown_fields)]
 pub struct DomainReset {}
 
+/// The guest has crashed, and libvirt keeps its QEMU as it is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct DomainCrashed {}
+
+/// A crashed guest's registers were read, or cannot be, and libvirt is about to end its QEMU.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct DomainHarvested {
+    /// Why there are no registers. Without it they are in the runtime folder, in the file `registers-N` of incarnation N.
+    pub why: Option<String>,
+}
+
 /// libvirt has ended the domain's QEMU, or could not start it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]

@@ -11,9 +11,9 @@ use serde::de::DeserializeOwned;
 
 use crate::ErrorWord::{self, Failed, NoSuchDisk, NotPossible, WrongState};
 use crate::{
-    Accepted, Age, CrashRequest, DiskSize, DomainEnded, DomainReset, DomainStarts, DumpDiscard, DumpRequest,
-    DumpResume, EventRecord, Explanation, MachineStatus, ParkRequest, ReadyRequest, RebootRequest, RejuvenateRequest,
-    RemountPlan, ResizeRequest, SaveCancel, SaveRequest, StopRequest, UpgradeRequest,
+    Accepted, Age, CrashRequest, DiskSize, DomainCrashed, DomainEnded, DomainHarvested, DomainReset, DomainStarts,
+    DumpDiscard, DumpRequest, DumpResume, EventRecord, Explanation, MachineStatus, ParkRequest, ReadyRequest,
+    RebootRequest, RejuvenateRequest, RemountPlan, ResizeRequest, SaveCancel, SaveRequest, StopRequest, UpgradeRequest,
 };
 
 /// An HTTP method.
@@ -365,6 +365,20 @@ routes! {
             details: "For `hearth host`.",
             cli: "hearth host",
             errors: &[NotPossible],
+        }
+        DomainCrashed: "/v1/domain/crashed" (DomainCrashed) {
+            summary: "Note that the guest has crashed, and that libvirt keeps its QEMU",
+            details: "For `hearth host`, which then has the registers read, and the QEMU ended. Refused with \
+             `on_panic = \"pause\"`. Repeating the request changes nothing.",
+            cli: "hearth host",
+            errors: &[WrongState, NotPossible],
+        }
+        DomainHarvested: "/v1/domain/harvested" (DomainHarvested) {
+            summary: "Note that a crashed guest's registers were read, or cannot be",
+            details: "For `hearth host`, which ends the QEMU next. Then the state is `recovering`, and `hearth host` starts \
+             the domain once there is no `next_start`.",
+            cli: "hearth host",
+            errors: &[WrongState, NotPossible],
         }
         DomainEnded: "/v1/domain/ended" (DomainEnded) {
             summary: "Close the domain's images, because libvirt has ended its QEMU or could not start it",

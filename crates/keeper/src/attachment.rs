@@ -26,6 +26,14 @@ impl Attachment {
         Self { name: name.to_owned() }
     }
 
+    /// Names of all attached domains.
+    pub fn names() -> Vec<String> {
+        let entries = fs::read_dir(CONFIGURATIONS).into_iter().flatten().flatten();
+        let files = entries.filter_map(|entry| entry.file_name().into_string().ok());
+        let names = files.filter_map(|file| file.strip_suffix(".toml").map(str::to_owned));
+        names.filter(|name| Self::of(name).definition_file().exists()).collect()
+    }
+
     /// The machine's configuration.
     pub fn file(&self) -> PathBuf {
         Path::new(CONFIGURATIONS).join(format!("{}.toml", self.name))

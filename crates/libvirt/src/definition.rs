@@ -17,6 +17,7 @@ pub const QUEUES_MAX: u16 = 16;
 /// Bytes of the serial number that virtio-blk has.
 const SERIAL_BYTES_MAX: usize = 20;
 const SECTOR_BYTES: &str = "512";
+const PRESERVE: &str = "preserve";
 const MIB: u64 = 1 << 20;
 
 /// A definition that gives disks to Hearth.
@@ -87,6 +88,15 @@ pub struct LeftDisk {
     pub why: String,
 }
 
+/// What becomes of a QEMU whose guest has panicked.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum OnCrash {
+    /// It stays, and its guest stands still.
+    Preserve,
+    /// It resets its guest. What the domain's owner had chosen for its own panic device stays.
+    Restart,
+}
+
 /// Why a domain cannot be attached.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Refusal {
@@ -123,6 +133,7 @@ pub fn name(xml: &str) -> Result<String, DefinitionError> {
 pub fn attach(
     xml: &str,
     cache_map: Option<&str>,
+    on_crash: OnCrash,
     socket: impl Fn(&str) -> PathBuf,
 ) -> Result<Attached, DefinitionError> {
     let document = Document::parse(xml)?;
@@ -157,7 +168,7 @@ pub fn attach(
     };
     domain.share_memory(&mut edits);
     let target = format!("<target dev='{}' bus='virtio'/>", domain.free_target());
-    domain.report_crashes(&mut edits, cache_map.map(|name| served(&socket(name), 1, &[&target])));
+    domain.report_crashes(&mut edits, on_crash, cache_map.map(|name| served(&socket(name), 1, &[&target])));
     let name = domain.name().to_owned();
     Ok(Attached { name, xml: edits.apply(), memory_bytes, disks, left, dropped })
 }
@@ -194,6 +205,13 @@ pub fn detach(current: &str, original: &str, is_ours: impl Fn(&Path) -> bool) ->
     restore(&mut edits, domain.vmcoreinfo(), was.vmcoreinfo(), original);
     restore(&mut edits, domain.panic_device(), was.panic_device(), original);
     Ok(edits.apply())
+}
+
+/// Whether a QEMU whose guest has panicked stays.
+pub fn preserves_crashed(xml: &str) -> Result<bool, DefinitionError> {
+    let document = Document::parse(xml)?;
+    let domain = Domain::of(&document)?;
+    Ok(text_of(domain.root, "on_crash") == Some(PRESERVE))
 }
 
 /// Sockets of the disks of this definition that other programs serve.
@@ -385,7 +403,7 @@ impl<'a, 'i> Domain<'a, 'i> {
     }
 
     /// Has QEMU report a guest's panic, and where its kernel describes itself for dumps. Adds `device`.
-    fn report_crashes(&self, edits: &mut Edits<'_>, device: Option<String>) {
+    fn report_crashes(&self, edits: &mut Edits<'_>, on_crash: OnCrash, device: Option<String>) {
         let vmcoreinfo = "<vmcoreinfo state='on'/>";
         match self.child("features") {
             None => edits.add_before(self.devices, &format!("<features>\n  {vmcoreinfo}\n</features>")),
@@ -400,15 +418,18 @@ impl<'a, 'i> Domain<'a, 'i> {
         if !devices.is_empty() {
             edits.add_last(self.devices, &devices.join("\n"));
         }
-        if !is_new {
-            return;
-        }
-        // Until now libvirt did not notice a panic: the guest's own setting (`panic=`) decided. What libvirt would do by default is
-        // to destroy the domain.
-        let restart = "<on_crash>restart</on_crash>";
+        let now = text_of(self.root, "on_crash");
+        let wanted = match on_crash {
+            OnCrash::Preserve => PRESERVE,
+            // Until now libvirt did not notice a panic: the guest's own setting (`panic=`) decided. What libvirt would do by default
+            // is to destroy the domain.
+            OnCrash::Restart if is_new && matches!(now, None | Some("destroy")) => "restart",
+            OnCrash::Restart => return,
+        };
+        let element = format!("<on_crash>{wanted}</on_crash>");
         match self.child("on_crash") {
-            None => edits.add_before(self.devices, restart),
-            Some(old) if old.text() == Some("destroy") => edits.replace(old, restart),
+            None => edits.add_before(self.devices, &element),
+            Some(old) if now != Some(wanted) => edits.replace(old, &element),
             Some(_) => {}
         }
     }
@@ -598,12 +619,12 @@ mod tests {
     }
 
     fn refused(xml: &str) -> String {
-        attach(xml, None, socket).unwrap_err().to_string()
+        attach(xml, None, OnCrash::Restart, socket).unwrap_err().to_string()
     }
 
     #[test]
     fn plain_domain_changes_only_where_it_must() {
-        let attached = attach(PLAIN, Some("cache-map"), socket).unwrap();
+        let attached = attach(PLAIN, Some("cache-map"), OnCrash::Restart, socket).unwrap();
         let expect = PLAIN
             .replace(
                 "  <vcpu placement",
@@ -662,7 +683,7 @@ mod tests {
 
     #[test]
     fn detaching_restores_the_definition_and_keeps_later_changes() {
-        let attached = attach(PLAIN, Some("cache-map"), socket).unwrap().xml;
+        let attached = attach(PLAIN, Some("cache-map"), OnCrash::Restart, socket).unwrap().xml;
         assert_eq!(detach(&attached, PLAIN, is_ours).unwrap(), PLAIN);
         let later = |text: &str| text.replace(">2097152<", ">4194304<").replace("network='default'", "network='lan'");
         assert_eq!(detach(&later(&attached), PLAIN, is_ours).unwrap(), later(PLAIN));
@@ -675,16 +696,33 @@ mod tests {
             .replace("  <vcpu placement", "  <memoryBacking>\n    <nosharepages/>\n    <source type='file'/>\n  </memoryBacking>\n  <vcpu placement")
             .replace("    <apic/>\n", "    <apic/>\n    <vmcoreinfo state='off'/>\n")
             .replace("    </interface>\n", "    </interface>\n    <panic model='pvpanic'/>\n");
-        let attached = attach(&was, None, socket).unwrap().xml;
+        let attached = attach(&was, None, OnCrash::Restart, socket).unwrap().xml;
         let neither = PLAIN.replace(
             "  <vcpu placement",
             "  <memoryBacking>\n    <nosharepages/>\n  </memoryBacking>\n  <vcpu placement",
         );
-        assert_eq!(detach(&attach(&neither, None, socket).unwrap().xml, &neither, is_ours).unwrap(), neither);
+        assert_eq!(
+            detach(&attach(&neither, None, OnCrash::Restart, socket).unwrap().xml, &neither, is_ours).unwrap(),
+            neither
+        );
         let backing = "<memoryBacking>\n    <nosharepages/>\n    <source type='memfd'/>\n    <access mode='shared'/>\n  </memoryBacking>";
         assert!(attached.contains(backing), "{attached}");
         assert!(attached.contains("<vmcoreinfo state='on'/>") && attached.contains("<on_crash>destroy"), "{attached}");
         assert_eq!(detach(&attached, &was, is_ours).unwrap(), was);
+    }
+
+    #[test]
+    fn crashed_guest_is_preserved_for_its_dump() {
+        let on_crash = |text: &str| format!("<on_crash>{text}</on_crash>");
+        let own_device = PLAIN.replace("    </interface>\n", "    </interface>\n    <panic model='pvpanic'/>\n");
+        let none = PLAIN.replace("  <on_crash>destroy</on_crash>\n", "");
+        for plain in [PLAIN, &own_device, &none, &PLAIN.replace(&on_crash("destroy"), &on_crash("preserve"))] {
+            let attached = attach(plain, None, OnCrash::Preserve, socket).unwrap().xml;
+            assert!(preserves_crashed(&attached).unwrap(), "{attached}");
+            assert_eq!(detach(&attached, plain, is_ours).unwrap(), plain);
+            let restarts = attach(plain, None, OnCrash::Restart, socket).unwrap().xml;
+            assert_eq!(preserves_crashed(&restarts).unwrap(), preserves_crashed(plain).unwrap(), "{restarts}");
+        }
     }
 
     #[test]
@@ -697,7 +735,7 @@ mod tests {
             ("<memory unit='T'>1</memory>", 1 << 40),
         ] {
             let xml = PLAIN.replace("<memory unit='KiB'>2097152</memory>", memory);
-            assert_eq!(attach(&xml, None, socket).unwrap().memory_bytes, bytes, "{memory}");
+            assert_eq!(attach(&xml, None, OnCrash::Restart, socket).unwrap().memory_bytes, bytes, "{memory}");
         }
     }
 
@@ -708,7 +746,7 @@ mod tests {
             "<iotune><total_bytes_sec>10000000</total_bytes_sec><total_iops_sec>500</total_iops_sec>\
              <read_iops_sec>9</read_iops_sec><write_iops_sec>0</write_iops_sec></iotune><readonly/>",
         );
-        let attached = attach(&tuned, None, socket).unwrap();
+        let attached = attach(&tuned, None, OnCrash::Restart, socket).unwrap();
         let disk = &attached.disks[0];
         assert_eq!((disk.mib_per_second, disk.iops, disk.queues), (Some(10), Some(500), QUEUES_MAX));
         assert!(disk.read_only && !disk.direct && disk.serial.is_empty());
@@ -739,7 +777,7 @@ mod tests {
             ("<disk type='file'><target dev='vdb' bus='virtio'/></disk>", "no image"),
             ("<disk type='block' device='lun'><source dev='/x'/><target dev='vdb' bus='virtio'/></disk>", "SCSI"),
         ] {
-            let attached = attach(&second(element), None, socket).unwrap();
+            let attached = attach(&second(element), None, OnCrash::Restart, socket).unwrap();
             assert!(attached.xml.contains(element), "{element}");
             let [left] = &attached.left[..] else { panic!("{element}: {:?}", attached.left) };
             assert!(left.name == "vdb" && left.why.contains(why), "{left:?}");
@@ -768,6 +806,9 @@ mod tests {
         }
         let both = memory("<hugepages/>").replace("bus='virtio'", "bus='sata'");
         assert!(refused(&both).contains("huge pages") && refused(&both).contains("sata"));
-        assert!(attach("<domain", None, socket).is_err() && attach("<domain/>", None, socket).is_err());
+        assert!(
+            attach("<domain", None, OnCrash::Restart, socket).is_err()
+                && attach("<domain/>", None, OnCrash::Restart, socket).is_err()
+        );
     }
 }

@@ -2,15 +2,29 @@
 //!
 //! Each call is one process. What virsh says when it fails is the error.
 
-use std::io::{self, BufRead, BufReader, Write};
-use std::process::{Command, Output, Stdio};
+use std::io::{self, BufRead, BufReader, Read, Write};
+use std::path::Path;
+use std::process::{Child, Command, ExitStatus, Output, Stdio};
+use std::time::{Duration, Instant};
 
 const STANDARD_INPUT: &str = "/dev/stdin";
+/// What virsh calls a domain whose guest has crashed, and whose QEMU is kept.
+const CRASHED: &str = "crashed";
+const LOOK_EVERY: Duration = Duration::from_millis(10);
 
 /// The connection that virsh uses.
 #[derive(Clone, Debug)]
 pub struct Virsh {
     uri: String,
+}
+
+/// What happens to a guest, as libvirt reports it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum DomainEvent {
+    /// It is reset inside its QEMU.
+    Reset,
+    /// It has panicked. What follows is in the domain's definition (`on_crash`).
+    Crashed,
 }
 
 /// Why virsh did not do what it was told.
@@ -23,6 +37,8 @@ pub enum VirshError {
     Run(#[source] io::Error),
     #[error("virsh {what}: {said}")]
     Failed { what: String, said: String },
+    #[error("virsh {what}: no answer within {} s", .patience.as_secs())]
+    Silent { what: String, patience: Duration },
 }
 
 impl Virsh {
@@ -34,6 +50,11 @@ impl Virsh {
     /// The definition with which the domain starts next, with its secrets.
     pub fn definition(&self, domain: &str) -> Result<String, VirshError> {
         self.run(&["dumpxml", "--inactive", "--security-info", domain])
+    }
+
+    /// The definition with which the domain runs.
+    pub fn live_definition(&self, domain: &str) -> Result<String, VirshError> {
+        self.run(&["dumpxml", domain])
     }
 
     /// Defines a domain by this definition.
@@ -51,18 +72,47 @@ impl Virsh {
         self.run(&["destroy", domain]).map(drop)
     }
 
-    /// Calls `tell` with the name of each domain whose guest is reset, as libvirt reports it. Returns when virsh ends, which it does
-    /// with libvirt's daemon.
-    pub fn follow_resets(&self, mut tell: impl FnMut(&str)) -> Result<(), VirshError> {
-        let mut command = self.command(&["event", "--event", "reboot", "--loop"]);
+    /// Starts the domain.
+    pub fn start(&self, domain: &str) -> Result<(), VirshError> {
+        self.run(&["start", domain]).map(drop)
+    }
+
+    /// Has QEMU write its guest's memory into this file, registers first. virsh is given up after `patience`; its request may then
+    /// still be under way in libvirt's daemon.
+    pub fn dump_memory(&self, domain: &str, file: &Path, patience: Duration) -> Result<(), VirshError> {
+        let arguments = ["dump", "--memory-only", "--format", "elf", domain, &file.display().to_string()];
+        let mut command = self.command(&arguments);
+        let mut virsh =
+            command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().map_err(failed)?;
+        let what = || arguments.join(" ");
+        let Some(status) = end_within(&mut virsh, patience).map_err(VirshError::Run)? else {
+            return Err(VirshError::Silent { what: what(), patience });
+        };
+        let mut said = String::new();
+        if let Some(stderr) = &mut virsh.stderr {
+            // What was said beside it is of no more use.
+            let _ = stderr.read_to_string(&mut said);
+        }
+        if status.success() { Ok(()) } else { Err(VirshError::Failed { what: what(), said: error_of(&said) }) }
+    }
+
+    /// Calls `tell` with each domain to whose guest something happens. Returns when virsh ends, which it does with libvirt's daemon.
+    pub fn follow(&self, mut tell: impl FnMut(&str, DomainEvent)) -> Result<(), VirshError> {
+        // It takes one kind of event, or all.
+        let mut command = self.command(&["event", "--all", "--loop"]);
         let mut virsh = command.stdin(Stdio::null()).stdout(Stdio::piped()).spawn().map_err(failed)?;
         let lines = virsh.stdout.take().map(BufReader::new).into_iter().flat_map(BufRead::lines);
         lines.map_while(Result::ok).for_each(|line| {
-            if let Some(domain) = domain_reset(&line) {
-                tell(domain);
+            if let Some((domain, event)) = event_in(&line) {
+                tell(domain, event);
             }
         });
         virsh.wait().map(drop).map_err(VirshError::Run)
+    }
+
+    /// Whether the domain's guest has crashed, and its QEMU is kept.
+    pub fn is_crashed(&self, domain: &str) -> Result<bool, VirshError> {
+        self.state(domain).map(|state| state == CRASHED)
     }
 
     /// What the domain is doing: `running`, `shut off`.
@@ -103,9 +153,8 @@ fn judged(arguments: &[&str], Output { status, stdout, stderr }: Output) -> Resu
     if status.success() {
         return Ok(String::from_utf8_lossy(&stdout).into_owned());
     }
-    let said = String::from_utf8_lossy(&stderr);
-    let said = said.lines().map(|line| line.trim_start_matches("error: ")).filter(|line| !line.is_empty());
-    Err(VirshError::Failed { what: arguments.join(" "), said: said.collect::<Vec<_>>().join("; ") })
+    let said = error_of(&String::from_utf8_lossy(&stderr));
+    Err(VirshError::Failed { what: arguments.join(" "), said })
 }
 
 fn failed(error: io::Error) -> VirshError {
@@ -122,10 +171,32 @@ fn says_saved(info: &str) -> bool {
         .any(|(key, value)| key == "Managed save" && value.trim() == "yes")
 }
 
-/// The domain of an event that virsh prints: `event 'reboot' for domain 'web'`.
-fn domain_reset(line: &str) -> Option<&str> {
-    let (_, domain) = line.split_once("event 'reboot' for domain '")?;
-    domain.rsplit_once('\'').map(|(domain, _)| domain)
+/// What virsh said, in one line.
+fn error_of(said: &str) -> String {
+    let lines = said.lines().map(|line| line.trim_start_matches("error: ")).filter(|line| !line.is_empty());
+    lines.collect::<Vec<_>>().join("; ")
+}
+
+/// Waits for the process's end, and kills it after `patience`. None: it was killed.
+fn end_within(process: &mut Child, patience: Duration) -> io::Result<Option<ExitStatus>> {
+    let deadline = Instant::now() + patience;
+    while Instant::now() < deadline {
+        if let Some(status) = process.try_wait()? {
+            return Ok(Some(status));
+        }
+        std::thread::sleep(LOOK_EVERY);
+    }
+    process.kill()?;
+    process.wait().map(|_| None)
+}
+
+/// The event in a line that virsh prints: `event 'lifecycle' for domain 'web': Crashed Panicked`.
+fn event_in(line: &str) -> Option<(&str, DomainEvent)> {
+    if let Some((_, rest)) = line.split_once("event 'reboot' for domain '") {
+        return rest.strip_suffix('\'').map(|domain| (domain, DomainEvent::Reset));
+    }
+    let (_, rest) = line.split_once("event 'lifecycle' for domain '")?;
+    rest.strip_suffix("': Crashed Panicked").map(|domain| (domain, DomainEvent::Crashed))
 }
 
 #[cfg(test)]
@@ -139,11 +210,31 @@ mod tests {
     }
 
     #[test]
-    fn reset_domain_is_found_in_what_virsh_prints() {
-        assert_eq!(domain_reset("event 'reboot' for domain 'web'"), Some("web"));
-        assert_eq!(domain_reset("2026-01-01 00:00:00.000+0000: event 'reboot' for domain 'it's'"), Some("it's"));
-        for other in ["", "event 'lifecycle' for domain 'web': Started Booted", "event 'reboot' for domain 'web"] {
-            assert_eq!(domain_reset(other), None, "{other}");
+    fn events_are_found_in_what_virsh_prints() {
+        use DomainEvent::{Crashed, Reset};
+        for (line, expect) in [
+            ("event 'reboot' for domain 'web'", ("web", Reset)),
+            ("2026-01-01 00:00:00.000+0000: event 'reboot' for domain 'it's'", ("it's", Reset)),
+            ("event 'lifecycle' for domain 'web': Crashed Panicked", ("web", Crashed)),
+            ("event 'lifecycle' for domain 'it's': Crashed Panicked", ("it's", Crashed)),
+        ] {
+            assert_eq!(event_in(line), Some(expect), "{line}");
         }
+        for other in [
+            "",
+            "event 'lifecycle' for domain 'web': Started Booted",
+            "event 'lifecycle' for domain 'web': Stopped Crashed",
+            "event 'reboot' for domain 'web",
+        ] {
+            assert_eq!(event_in(other), None, "{other}");
+        }
+    }
+
+    #[test]
+    fn process_that_does_not_end_is_given_up() {
+        let mut sleeps = Command::new("sleep").arg("1000").spawn().unwrap();
+        assert!(end_within(&mut sleeps, Duration::from_millis(30)).unwrap().is_none());
+        let mut ends = Command::new("true").spawn().unwrap();
+        assert!(end_within(&mut ends, Duration::from_secs(60)).unwrap().unwrap().success());
     }
 }

@@ -80,6 +80,7 @@ fn of_domain(config: &Config, root: &RuntimeRoot, purpose: Purpose) -> Vec<Probl
     }
     disks::check(config, life, purpose, &mut problems);
     memory::owner(config, &mut problems);
+    dumps::check(config, &mut problems);
     surroundings::check_paths(config, root, &mut problems);
     problems
 }

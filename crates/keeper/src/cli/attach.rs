@@ -9,7 +9,7 @@ use std::io::{self, BufRead, IsTerminal};
 use std::path::PathBuf;
 
 use clap::Args;
-use hearth_libvirt::definition::{self, Attached, DefinitionError};
+use hearth_libvirt::definition::{self, Attached, DefinitionError, OnCrash};
 use hearth_libvirt::virsh::Virsh;
 use serde::Serialize;
 use similar::TextDiff;
@@ -85,7 +85,12 @@ pub fn attach(context: &mut Context<'_>, arguments: &AttachArguments) -> Result<
     let earlier = earlier_file(&name, &attachment)?;
     let cache_map = (earlier.refill.as_deref() == Some("on")).then_some(CACHE_MAP);
     let folder = context.root.machine(&name);
-    let attached = definition::attach(&plain, cache_map, |disk| disk_socket(&folder, disk));
+    // What the file means is checked below. Without a dump, the domain restarts inside its QEMU, which is faster.
+    let on_crash = match earlier.on_panic.as_deref() {
+        Some("recover") => OnCrash::Restart,
+        _ => OnCrash::Preserve,
+    };
+    let attached = definition::attach(&plain, cache_map, on_crash, |disk| disk_socket(&folder, disk));
     let attached = attached.map_err(|error| refused(&name, error))?;
     let text = configuration(earlier, &attached, &attachment, &context.root)?;
     let diff = difference(&current, &attached.xml);

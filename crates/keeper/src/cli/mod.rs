@@ -185,7 +185,8 @@ enum Verb {
     /// Follow libvirt's events for all attached domains.
     ///
     /// Runs in the foreground, once a host. With it, a guest that reboots inside its QEMU finds all of its last guest's blocks in
-    /// memory; without it, only those that fit into the budget.
+    /// memory; without it, only those that fit into the budget. It also has crashed guests dumped, and starts their domains again;
+    /// without it they stand still.
     Host,
     /// What libvirt's hook calls.
     #[command(hide = true)]

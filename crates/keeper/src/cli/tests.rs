@@ -64,7 +64,12 @@ fn answer(command: &Command, events: &EventLog) -> Result<Answer, ApiError> {
 fn carry_out(order: &Order, events: &EventLog) {
     let entered = |from, to| events.record(EventKind::StateChanged { from, to });
     match order {
-        Order::Ready(_) | Order::DomainStarts(_) | Order::DomainReset(_) | Order::DomainEnded(_) => {}
+        Order::Ready(_)
+        | Order::DomainStarts(_)
+        | Order::DomainReset(_)
+        | Order::DomainCrashed(_)
+        | Order::DomainHarvested(_)
+        | Order::DomainEnded(_) => {}
         Order::Reboot(request) => {
             events.record(EventKind::IncarnationEnded { cause: EndCause::OperatorReboot });
             events.set_incarnation(3);

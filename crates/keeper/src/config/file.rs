@@ -49,8 +49,9 @@ fields! {
             "Name of the machine: 1 to 32 letters, digits, `-`, `_` or `.`, beginning with a letter or digit.";
         owner: String = Host, WithNextStart, Choice(OWNERS), "`hearth`", r#""libvirt""#,
             "Who starts and ends QEMU. `libvirt`: the machine is the domain of this name; `hearth attach` writes the file. \
-             It then has no other keys than `name`, `memory`, `keep_memory`, `ember`, `refill`, `budget_slack`, \
-             `runtime_folder`, `memory_folder`, `[remount]` and `[[disks]]`: libvirt's definition has the rest.";
+             It then has no other keys than `name`, `memory`, `keep_memory`, `ember`, `refill`, `on_panic`, \
+             `budget_slack`, `runtime_folder`, `memory_folder`, `[crash]`, `[remount]` and `[[disks]]`: libvirt's \
+             definition has the rest.";
         memory: String = Guest, WithNextGuest, Size, "", r#""2GiB""#,
             "Guest RAM: a multiple of 2 MiB, from 32MiB to 16TiB.";
         cpus: u32 = Guest, WithNextGuest, Integer { min: 1, max: 255 }, "1", "2",
@@ -87,7 +88,8 @@ fields! {
             "`dump+recover`; `recover` if the dump folder cannot be used", r#""dump+recover""#,
             "What to do after a kernel panic or watchdog timeout. `dump+recover` boots the next incarnation at once \
              and writes the dump meanwhile. `dump` writes the dump and leaves the guest paused. `recover` boots \
-             without a dump. `pause` leaves the guest paused.";
+             without a dump. `pause` leaves the guest paused. For a domain of libvirt, which has no `dump`, run \
+             `hearth attach` again after a change.";
         budget_slack: String = Guest, AtTakeOver, SizeOrPercent, "`3%`", r#""3%""#,
             "Host memory that the machine's files may use beyond its RAM: a size, or percent of the RAM (0 to 100).";
         keep_memory: String = Host, AtTakeOver, Time, "`10m`", r#""1h""#,

@@ -423,10 +423,13 @@ fn domain_of_libvirt_has_only_its_own_keys() {
     let refused = |more: &str| of_domain(more).unwrap_err().iter().map(ToString::to_string).collect::<Vec<_>>();
     let hint = "does not work with `owner = \"libvirt\"`; remove it; `virsh edit` changes the domain";
     assert_eq!(
-        refused("cpus = 2\non_panic = \"dump\""),
-        [format!("error: cpus: {hint}"), format!("error: on_panic: {hint}")]
+        refused("cpus = 2\nadmission = \"always\""),
+        [format!("error: admission: {hint}"), format!("error: cpus: {hint}")]
     );
-    assert_eq!(refused("[crash]"), [format!("error: crash: {hint}")]);
+    assert_eq!(refused("[watchdog]"), [format!("error: watchdog: {hint}")]);
+    assert!(refused("on_panic = \"dump\"")[0].contains("use \"pause\""));
+    let config = of_domain("on_panic = \"pause\"\ncrash.level = 1").unwrap();
+    assert_eq!((config.on_panic, config.crash.level), (OnPanic::Pause, 1));
     assert_eq!(refused("keep_memory = \"long\"").len(), 1);
     check(
         &format!("keep_memory = \"1h\"\n{SMALL}"),

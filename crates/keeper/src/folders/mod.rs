@@ -71,6 +71,11 @@ pub fn disk_socket(runtime: &Path, disk: &str) -> PathBuf {
     runtime.join(format!("disk-{disk}.sock"))
 }
 
+/// Path of the registers of an incarnation that will be dumped, in the runtime folder.
+pub fn registers(runtime: &Path, incarnation: u32) -> PathBuf {
+    runtime.join(format!("registers-{incarnation}"))
+}
+
 /// Path of the log of a qcow2 image's tables, in the memory folder.
 pub fn disk_tables(memory: &Path, disk: &str) -> PathBuf {
     memory.join(format!("{TABLES_PREFIX}{disk}"))
@@ -136,7 +141,7 @@ impl Folders {
 
     /// Registers of an incarnation that will be dumped.
     pub fn registers(&self, incarnation: u32) -> PathBuf {
-        self.runtime.join(format!("registers-{incarnation}"))
+        registers(&self.runtime, incarnation)
     }
 
     pub fn disk_socket(&self, disk: &str) -> PathBuf {

@@ -73,7 +73,11 @@ impl Machine {
             }
             Order::SaveCancel(_) => self.accept("cancel the save", Self::cancel_save_on_request),
             Order::Ready(_) => self.accept("mark the boot as finished", Self::ready_ordered),
-            Order::DomainStarts(_) | Order::DomainReset(_) | Order::DomainEnded(_) => {
+            Order::DomainStarts(_)
+            | Order::DomainReset(_)
+            | Order::DomainCrashed(_)
+            | Order::DomainHarvested(_)
+            | Order::DomainEnded(_) => {
                 let message = format!("{} is not a domain of libvirt", self.context.config.name);
                 Err(ApiError::new(ErrorWord::NotPossible, message).hint("its keeper starts and ends its QEMU"))
             }

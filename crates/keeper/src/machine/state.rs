@@ -19,7 +19,7 @@ use hearth_recovery::journal::OrderNote;
 use crate::config::OnPanic;
 pub use step::step;
 
-const WAITS_FOR_DUMPS: &str = "a dump is being written; `hearth stop --force` discards the rest of it";
+pub const WAITS_FOR_DUMPS: &str = "a dump is being written; `hearth stop --force` discards the rest of it";
 
 /// Where the machine stands. `G` is the guest and its QEMU, `L` the start of a guest that is under way.
 pub enum State<G, L> {

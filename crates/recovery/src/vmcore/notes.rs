@@ -12,8 +12,8 @@ use super::elf::{ElfError, Headers};
 
 /// Maximum size of all notes. 4096 CPUs have 3.3 MiB of them, and QEMU takes at most 1 MiB of VMCOREINFO from a guest.
 pub(crate) const NOTES_BYTES_MAX: usize = 8 << 20;
-/// Maximum size of a dump of one byte: headers, notes and that byte.
-pub(crate) const TINY_DUMP_BYTES_MAX: usize = NOTES_BYTES_MAX + (1 << 20);
+/// Maximum size of a dump of one byte: headers, notes and that byte. Of a larger dump, the part in which its notes are.
+pub const TINY_DUMP_BYTES_MAX: usize = NOTES_BYTES_MAX + (1 << 20);
 
 const NOTE_HEAD_BYTES: usize = 12;
 const NT_PRSTATUS: u32 = 1;
@@ -69,6 +69,16 @@ impl Notes {
         let part = usize::try_from(range.start).ok().zip(usize::try_from(range.end).ok());
         let part = part.and_then(|(start, end)| bytes.get(start..end)).ok_or(NotesError::CutOff(0))?;
         Self::parse(part)
+    }
+
+    /// Number of bytes up to the end of the notes in the beginning of a dump by QEMU.
+    pub fn end_in(dump: &[u8]) -> Result<u64, NotesError> {
+        let headers = Headers::read(dump)?;
+        let range = headers.notes.first().ok_or(NotesError::Missing)?;
+        if range.end > dump.len() as u64 {
+            return Err(NotesError::CutOff(0));
+        }
+        Ok(range.end)
     }
 
     /// Parses notes as dumps hold them.
@@ -379,6 +389,8 @@ mod tests {
         assert!(matches!(Notes::of_tiny_dump(&dump[..400]), Err(NotesError::CutOff(0))));
         assert!(matches!(Notes::of_tiny_dump(&dump[..100]), Err(NotesError::Dump(_))));
         assert!(matches!(Notes::of_tiny_dump(b"KDUMP   "), Err(NotesError::Dump(_))));
+        assert!(matches!(Notes::end_in(&dump[..400]), Err(NotesError::CutOff(0))));
+        assert_eq!(Notes::end_in(&dump).unwrap(), dump.len() as u64 - 1);
         assert!(matches!(Notes::of_tiny_dump(&vec![0; TINY_DUMP_BYTES_MAX + 1]), Err(NotesError::TooLong(_))));
     }
 

@@ -33,16 +33,18 @@ const NAME_BYTES_MAX: usize = 32;
 const DEFAULT_SLACK: &str = "3%";
 const DEFAULT_KEEP_MEMORY: &str = "10m";
 /// What the file of a domain of libvirt may have.
-const OF_DOMAIN: [&str; 11] = [
+const OF_DOMAIN: [&str; 13] = [
     "name",
     "owner",
     "memory",
     "keep_memory",
     "ember",
     "refill",
+    "on_panic",
     "budget_slack",
     "runtime_folder",
     "memory_folder",
+    "crash",
     "disks",
     "remount",
 ];
@@ -298,6 +300,10 @@ impl Resolver<'_> {
         for (key, _) in table.iter().filter(|(key, value)| is_given(value) && !OF_DOMAIN.contains(&key.as_str())) {
             let hint = "remove it; `virsh edit` changes the domain";
             self.problem(key, "does not work with `owner = \"libvirt\"`", hint);
+        }
+        if typed.on_panic.as_deref() == Some("dump") {
+            let hint = "use \"pause\", and dump the guest with `virsh dump --memory-only`; or use \"dump+recover\"";
+            self.problem("on_panic", "\"dump\" does not work with `owner = \"libvirt\"`", hint);
         }
     }
 

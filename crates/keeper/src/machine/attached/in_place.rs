@@ -25,6 +25,7 @@ use hearth_recovery::warm_reboot::in_place::{Original, Rescue, Rescued};
 
 use super::{Attached, State};
 use crate::machine::MachineError;
+use crate::machine::crash_recovery::CrashRecovery;
 use crate::machine::timeline::Timeline;
 
 /// How long firmware waits for the word that the guest was reset. libvirt sends it when QEMU has reset the guest.
@@ -115,11 +116,19 @@ impl Attached {
         self.resets.in_firmware = self.resets.had_simple_driver == Some(true);
         let original = if had_simple_driver == Some(false) { Original::Release } else { Original::Keep };
         (self.resets.told, self.resets.waits_since) = (None, None);
+        let number = self.context.journal.incarnation;
         let State::Running(life) = &mut self.state else { return self.track(None) };
-        let Some(dead) = life.incarnation.take() else { return self.track(None) };
-        life.began = began;
+        if life.crash.take().is_some() {
+            // Somebody has reset the crashed guest instead.
+            self.context.journal.ordered = None;
+            CrashRecovery::forget_dump(&mut self.context, number);
+        }
+        let Some(dead) = life.incarnation.take_if(|it| it.ledger.is_some()) else { return self.answer() };
+        let lived = std::mem::replace(&mut life.began, began).elapsed();
         let cause = EndCause::GuestReset;
-        self.last_end = Some(cause);
+        self.crash_recovery.last_end = Some(cause);
+        // It was no crash, so there is no wait.
+        let _ = self.crash_recovery.crashes.ended(lived, cause, &self.context.config.crash.crash_loop);
         self.context.record(EventKind::IncarnationEnded { cause });
         self.recovery.timeline = Some(Timeline::start(dead.number + 1, cause, None));
         self.fast_remount.boot_cut_off();

@@ -5,6 +5,8 @@
 //!   Off ---------------------------------> Awaited -------------------------------> Running
 //!    ^                                        | libvirt could not start it             | QEMU has ended
 //!    +----------------------------------------+----------------------------------------+
+//!
+//!   Off, with the order to stop, a changed file, or a detached domain ---> Stopped: the keeper ends once its dumps are written
 //! ```
 //!
 //! It is made of the same parts as a `Machine`, and does with a dead guest what that does: drain, bank, settle. QEMU's memory has no
@@ -12,11 +14,12 @@
 //! images are closed, so that other programs can use them; they are compared with their notes before the next start. The dead guest's
 //! memory is kept for a time, and then only boot set and cache map are left.
 //!
-//! A guest that is reset inside its QEMU is the other way (`in_place`).
+//! A guest that is reset inside its QEMU is the other way (`in_place`). One that has crashed is dumped beside the next one (`crash`).
 //!
 //! libvirt's hook tells when a start begins and when QEMU has ended (`hearth hook`); libvirt's file with QEMU's pid tells which
 //! process may connect. Nothing here speaks with libvirt.
 
+mod crash;
 mod in_place;
 mod orders;
 
@@ -35,6 +38,7 @@ use hearth_recovery::incarnation::{Incarnation, discard_files, numbers_in};
 use hearth_recovery::journal::{MemoryNote, QemuIdentity};
 use hearth_recovery::warm_reboot::{Phase, tracking};
 
+use super::crash_recovery::CrashRecovery;
 use super::disks::Disks;
 use super::fast_remount::FastRemount;
 use super::leftovers::{self, Needed};
@@ -43,7 +47,9 @@ use super::timeline::{LastRecovery, Timeline};
 use super::warm_reboot::WarmReboot;
 use super::{Context, End, MachineError, access, launch};
 use crate::attachment::Attachment;
+use crate::config::OnPanic;
 use crate::event::Event;
+use crash::{Crash, NextStart};
 use in_place::Resets;
 
 /// libvirt's files with the pids of its QEMUs, each there before its QEMU runs.
@@ -59,11 +65,13 @@ pub struct Attached {
     disks: Disks,
     state: State,
     recovery: LastRecovery,
-    last_end: Option<EndCause>,
+    crash_recovery: CrashRecovery,
+    /// The last guest has crashed, and the next one does not run yet.
+    next_start: Option<NextStart>,
     /// When the dead guest's memory is released, if the domain is still off then.
     release_at: Option<Instant>,
     resets: Resets,
-    /// By a signal. Its guest, if it has one, waits for the next keeper.
+    /// By a signal, when its dumps are written. Its guest, if it has one, waits for the next keeper.
     is_told_to_end: bool,
 }
 
@@ -87,6 +95,13 @@ struct Life {
     began: Instant,
     /// Why nothing is kept was reported.
     is_reported: bool,
+    crash: Option<Crash>,
+}
+
+impl Life {
+    fn new(process: Process, incarnation: Option<Incarnation>) -> Self {
+        Self { process, incarnation, began: Instant::now(), is_reported: false, crash: None }
+    }
 }
 
 impl Attached {
@@ -101,7 +116,8 @@ impl Attached {
             disks,
             state: State::Off,
             recovery: LastRecovery::default(),
-            last_end: None,
+            crash_recovery: CrashRecovery::default(),
+            next_start: None,
             release_at: None,
             resets: Resets::default(),
             is_told_to_end: false,
@@ -109,7 +125,9 @@ impl Attached {
         let version = env!("CARGO_PKG_VERSION").to_owned();
         attached.context.record(EventKind::Started { pid: std::process::id(), version });
         attached.warm_reboot.report_left_out(&attached.context);
-        if attached.take_over()? {
+        let taken_over = attached.take_over()?;
+        attached.take_over_crash();
+        if taken_over {
             attached.warm_reboot.divide_disks(&attached.context, &attached.disks);
         } else {
             let folder = &attached.context.folders.memory;
@@ -129,7 +147,7 @@ impl Attached {
     /// Handles events until the keeper is told to end. `tell_ready`: what follows once it takes requests.
     pub fn run(mut self, events: &Receiver<Event>, tell_ready: impl FnOnce()) -> Result<End, MachineError> {
         tell_ready();
-        while !matches!(self.state, State::Stopped) && !self.is_told_to_end {
+        while !self.is_over() {
             let event = match self.deadline() {
                 None => events.recv().map_err(|_| RecvTimeoutError::Disconnected),
                 Some(deadline) => events.recv_timeout(deadline.saturating_duration_since(Instant::now())),
@@ -143,6 +161,7 @@ impl Attached {
             self.tell_state();
             if let Err(error) = handled {
                 self.context.record(EventKind::Error { message: crate::chain(&error) });
+                self.crash_recovery.dumps.give_up_for("its keeper ended, and the dead guest's memory with it");
                 self.end(DiskServer::abandon);
                 return Err(error);
             }
@@ -152,9 +171,14 @@ impl Attached {
         Ok(End::Stopped)
     }
 
+    fn is_over(&self) -> bool {
+        let ends = matches!(self.state, State::Stopped) || self.is_told_to_end;
+        ends && !self.crash_recovery.must_wait_for_dumps()
+    }
+
     fn deadline(&self) -> Option<Instant> {
         let own = match self.state {
-            State::Off => self.release_at,
+            State::Off => self.release_at.or_else(|| self.next_start.as_ref().and_then(NextStart::deadline)),
             State::Awaited { .. } => Some(Instant::now() + LOOK_EVERY),
             State::Running(_) | State::Stopped => None,
         };
@@ -171,6 +195,9 @@ impl Attached {
         }
         match self.state {
             State::Off if self.release_at.is_some_and(|at| at <= now) => self.release_memory(),
+            State::Off if self.next_start.as_ref().and_then(NextStart::deadline).is_some_and(|at| at <= now) => {
+                self.end_back_off();
+            }
             State::Awaited { .. } => self.look_for_qemu(),
             _ => {}
         }
@@ -184,7 +211,12 @@ impl Attached {
                 // The client may have hung up.
                 let _ = answer.send(reply);
             }
-            Event::Terminate => self.is_told_to_end = true,
+            Event::Terminate => {
+                if self.is_told_to_end {
+                    self.crash_recovery.dumps.give_up_all();
+                }
+                self.is_told_to_end = true;
+            }
             Event::DiskAsks(Question::Memory(told)) => return self.told_memory(&told),
             Event::DiskAsks(Question::Driver { is_simple }) => return self.new_driver(is_simple),
             Event::QemuEnded { generation, how } if generation == self.context.journal.generation => {
@@ -192,6 +224,12 @@ impl Attached {
             }
             Event::Disk { disk, notice } => Disks::handle_disk(&self.context, disk, notice),
             Event::DiskEnded { disk, why } => return Err(MachineError::DiskEnded { disk, why }),
+            Event::Dump { incarnation, message } => {
+                let (context, recovery) = (&mut self.context, &mut self.recovery);
+                if self.crash_recovery.handle_dump(context, recovery, incarnation, message) {
+                    self.crash_recovery.start_next_dump(context);
+                }
+            }
             Event::Memory(message) => self.warm_reboot.handle_memory(&self.context, &mut self.recovery, message),
             // Of a QEMU that has ended, or from parts that a domain of libvirt does not have.
             _ => {}
@@ -264,13 +302,15 @@ impl Attached {
         let (state, is_new) = match state {
             State::Awaited { process: Some(process), .. } if process.id().pid == told.pid => {
                 self.next_incarnation();
-                (State::Running(Life { process, incarnation: None, began: Instant::now(), is_reported: false }), true)
+                (State::Running(Life::new(process, None)), true)
             }
             other => (other, false),
         };
         self.state = state;
         let State::Running(life) = &mut self.state else { return self.track(None) };
-        if life.incarnation.is_none() && self.context.config.memory.ember == EmberMode::On {
+        let config = &self.context.config;
+        let is_kept = config.memory.ember == EmberMode::On || config.on_panic == OnPanic::DumpAndRecover;
+        if life.incarnation.is_none() && is_kept {
             match incarnation_in(&self.context, told) {
                 Ok(incarnation) => {
                     self.context.config.guest.memory_bytes = incarnation.ram.bytes();
@@ -318,8 +358,10 @@ impl Attached {
     /// Notes a QEMU for the next keeper, before its guest can use the disks.
     fn begin_life(&mut self, process: ProcessId) -> Result<(), MachineError> {
         self.resets = Resets::default();
+        self.next_start = None;
         let identity = identity(process, self.context.journal.generation);
         let journal = &mut self.context.journal;
+        journal.ordered = None;
         journal.disks = launch::disk_identities(&self.context.config.devices);
         journal.ram_bytes = self.context.config.guest.memory_bytes;
         journal.qemu = Some(identity.clone());
@@ -341,7 +383,7 @@ impl Attached {
             State::Running(life) => self.end_life(life, how),
             // It has ended before it used its disks. libvirt says why.
             State::Awaited { process: Some(process), .. } if process.has_ended() => {
-                self.close();
+                self.start_failed();
                 Ok(())
             }
             other => {
@@ -353,43 +395,48 @@ impl Attached {
 
     /// Makes the dead guest's memory ready for the next one.
     fn end_life(&mut self, life: Life, how: String) -> Result<(), MachineError> {
-        let cause = EndCause::QemuEnded;
+        let Life { incarnation, began: lived_since, crash, .. } = life;
+        let cause = if crash.is_some() { EndCause::Panic } else { EndCause::QemuEnded };
         self.resets = Resets::default();
-        self.last_end = Some(cause);
+        self.crash_recovery.last_end = Some(cause);
         self.disks.expect_nobody();
         self.context.record(EventKind::QemuExited { generation: self.context.journal.generation, how });
         self.context.record(EventKind::IncarnationEnded { cause });
         (self.context.journal.qemu, self.context.journal.memory) = (None, None);
-        let why_cold = match &life.incarnation {
+        let why_cold = match &incarnation {
             None => Some("its memory was not tracked".to_owned()),
+            Some(dead) if dead.ledger.is_none() => Some("ember = \"off\"".to_owned()),
             Some(_) => None,
         };
         self.recovery.timeline = Some(Timeline::start(self.context.journal.incarnation + 1, cause, why_cold));
+        self.crash_recovery.record_harvest(&self.context, &mut self.recovery);
         let began = Instant::now();
         self.warm_reboot.succession(&self.disks.servers).drain()?;
         self.recovery.phase_ended(&self.context, Phase::Drain.name(), began, began.elapsed());
         self.warm_reboot.monitor.watch(None);
-        match life.incarnation {
+        match incarnation {
             Some(dead) => self.bank(dead),
             None => self.warm_reboot.clear_cache_map(),
         }
+        self.plan_next_start(crash, lived_since.elapsed(), cause);
         self.context.save_journal();
-        self.release_at = self.context.config.memory.keep_memory_s.map(|s| Instant::now() + Duration::from_secs(s));
+        let kept = self.context.config.memory.keep_memory_s.filter(|_| self.next_start.is_none());
+        self.release_at = kept.map(|s| Instant::now() + Duration::from_secs(s));
         self.close();
         Ok(())
     }
 
     fn bank(&mut self, dead: Incarnation) {
         let began = Instant::now();
-        self.warm_reboot.begin_cache_map(&dead, || None);
-        match self.warm_reboot.succession(&self.disks.servers).bank(&self.context.folders.memory, dead) {
-            Ok(()) => self.recovery.kept(&self.context, &self.warm_reboot.ember),
-            Err(error) => {
-                let why = crate::chain(&error);
-                tracing::warn!(why, "the next start will be cold");
-                self.recovery.set_cold(why);
-                self.warm_reboot.clear_cache_map();
+        let hold = CrashRecovery::hold(&mut self.context, &self.warm_reboot, &dead);
+        self.warm_reboot.begin_cache_map(&dead, || self.context.harvested_registers(dead.number).ok());
+        let (context, recovery) = (&mut self.context, &mut self.recovery);
+        let held = hold.filter(|hold| self.warm_reboot.bank_held(context, recovery, &dead, hold, false));
+        match held {
+            Some(hold) => {
+                self.crash_recovery.queue_dump(context, &self.warm_reboot, &self.disks, &dead, hold);
             }
+            None => self.warm_reboot.bank(context, recovery, &self.disks, dead),
         }
         self.recovery.phase_ended(&self.context, Phase::Bank.name(), began, began.elapsed());
         self.warm_reboot.monitor.settle();
@@ -427,7 +474,7 @@ impl Attached {
         self.watch(&process, qemu.generation).map_err(MachineError::Watch)?;
         self.warm_reboot.monitor.watch(incarnation.clone());
         self.context.record(EventKind::KeeperTookOver { qemu_pid: id.pid, generation: qemu.generation });
-        self.state = State::Running(Life { process, incarnation, began: Instant::now(), is_reported: false });
+        self.state = State::Running(Life::new(process, incarnation));
         Ok(true)
     }
 
@@ -461,15 +508,20 @@ impl Attached {
     }
 
     fn shown(&self) -> MachineState {
-        match self.state {
+        match &self.state {
+            State::Off if self.next_start.is_some() => MachineState::Recovering,
+            State::Stopped if self.crash_recovery.must_wait_for_dumps() => MachineState::Stopping,
             State::Off | State::Stopped => MachineState::Stopped,
             State::Awaited { .. } => MachineState::Starting,
+            State::Running(life) if life.crash.is_some() => MachineState::Paused,
             State::Running(_) => MachineState::Running,
         }
     }
 
     /// Leaves a QEMU to the next keeper; without one, gives back all memory. `leave_disks`: how the disks' servers are left.
     fn end(mut self, leave_disks: fn(Vec<DiskServer>)) {
+        // Its memory ends with this keeper.
+        self.crash_recovery.finish_dumps(&mut self.context);
         let serves = !self.disks.servers.is_empty();
         let is_detached = Attachment::of(&self.context.config.name).is_detached();
         if serves && self.context.journal.qemu.is_some() {
@@ -487,7 +539,9 @@ impl Attached {
         self.warm_reboot.save_boot_set(&self.context, &self.disks, images);
         self.warm_reboot.discard_memory(&self.context);
         leftovers::remove(&self.context.folders.runtime, &Needed::default());
+        let ordered = self.context.journal.ordered.filter(|_| !matches!(self.state, State::Stopped));
         self.context.journal = self.context.journal.without_guest(self.context.config.guest.memory_bytes);
+        self.context.journal.ordered = ordered;
         self.context.save_journal();
         if is_detached {
             Attachment::of(&self.context.config.name).remove();

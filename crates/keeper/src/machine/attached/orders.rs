@@ -3,13 +3,15 @@
 use std::time::{Duration, Instant};
 
 use hearth_api::{
-    ApiError, ErrorWord, EventKind, MachineState, MachineStatus, Order, QemuStatus, Recovery, UserfaultStatus,
+    ApiError, DomainHarvested, ErrorWord, EventKind, MachineState, MachineStatus, Order, QemuStatus, StopRequest,
+    UserfaultStatus,
 };
 
-use super::{Attached, State};
+use super::crash::{self, NextStart};
+use super::{Attached, Life, State};
 use crate::config::ConfigFile;
 use crate::control::{Answer, Command};
-use crate::machine::timeline::Timeline;
+use crate::machine::state::WAITS_FOR_DUMPS;
 
 /// How long the end of a QEMU may take that libvirt has ended.
 const END_PATIENCE: Duration = Duration::from_secs(5);
@@ -35,13 +37,15 @@ impl Attached {
         match order {
             Order::DomainStarts(_) => self.domain_starts(),
             Order::DomainReset(_) => self.domain_reset().map_err(|error| failed(&error)),
+            Order::DomainCrashed(_) => self.domain_crashed(),
+            Order::DomainHarvested(DomainHarvested { why }) => self.domain_harvested(why),
             Order::DomainEnded(_) => {
                 if let State::Awaited { .. } = self.state {
-                    self.close();
+                    self.start_failed();
                 }
                 Ok(())
             }
-            Order::Stop(_) => self.stop(),
+            Order::Stop(StopRequest { force }) => self.stop(force),
             Order::Ready(_) => {
                 self.warm_reboot.must_have_boot_set(&self.context)?;
                 self.must_run("mark the boot as finished")?;
@@ -50,8 +54,14 @@ impl Attached {
             }
             Order::Reboot(_) => Err(self.not_ours("reboot", Some("reboot"))),
             Order::Crash(_) => Err(self.not_ours("crash", Some("inject-nmi"))),
-            Order::Dump(_) | Order::DumpResume(_) | Order::DumpDiscard(_) => {
-                Err(self.not_ours("dump", Some("dump --memory-only")))
+            Order::Dump(_) => Err(self.not_ours("dump", Some("dump --memory-only"))),
+            Order::DumpResume(_) => {
+                self.record_request("resume the dump");
+                self.crash_recovery.resume_dump(&self.context)
+            }
+            Order::DumpDiscard(_) => {
+                self.record_request("discard the dump");
+                self.crash_recovery.discard_dumps(&self.context)
             }
             Order::Save(_) | Order::SaveCancel(_) => Err(self.not_ours("save", Some("save"))),
             Order::Rejuvenate(_) => Err(self.not_ours("rejuvenate", None)),
@@ -78,29 +88,46 @@ impl Attached {
         if let State::Awaited { .. } = self.state {
             self.close();
         }
-        let is_current = ConfigFile::load(&self.context.config.file).is_ok_and(|file| file == self.context.file.typed);
-        if !is_current {
-            // The hook starts the next keeper, which reads it.
+        if self.must_be_replaced() {
+            // The hook starts the next keeper, which reads the file.
             self.state = State::Stopped;
+            self.crash_recovery
+                .dumps
+                .give_up_for("the domain's file was changed, and its next guest needs another keeper");
+        } else if let State::Stopped = self.state {
+            // It was only waiting for its dumps.
+            self.state = State::Off;
         }
         if let State::Running(_) | State::Stopped = self.state {
             return Err(ApiError::new(ErrorWord::MachineEnded, "the domain's file was changed, and its keeper ends"));
         }
-        if let Some(timeline) = &mut self.recovery.timeline {
+        // The time in which the domain was off belongs to a recovery from a crash only.
+        if let (Some(timeline), None) = (&mut self.recovery.timeline, &self.next_start) {
             timeline.began(Instant::now());
         }
         let served = self.serve(ticks_now());
         if served.is_err() {
             // What was opened is closed again.
-            self.close();
+            self.start_failed();
         }
         served.map_err(|error| failed(&error))
     }
 
-    fn stop(&mut self) -> Result<(), ApiError> {
+    /// Whether the domain's file was changed. While a dump is written, only its disks count: with this keeper the dump would end.
+    fn must_be_replaced(&self) -> bool {
+        let ours = &self.context.file.typed;
+        let Ok(file) = ConfigFile::load(&self.context.config.file) else { return true };
+        let is_of_same_disks = (&file.disks, &file.refill) == (&ours.disks, &ours.refill);
+        file != *ours && !(is_of_same_disks && self.crash_recovery.must_wait_for_dumps())
+    }
+
+    fn stop(&mut self, force: bool) -> Result<(), ApiError> {
         self.record_request("stop");
         let name = &self.context.config.name;
-        if !matches!(self.state, State::Off | State::Awaited { process: None, .. }) {
+        if force {
+            self.crash_recovery.dumps.give_up_all();
+        }
+        if !matches!(self.state, State::Off | State::Stopped | State::Awaited { process: None, .. }) {
             let message = format!("cannot stop: {name} is a domain of libvirt, and runs");
             let hint = format!("end it with `virsh shutdown {name}`; then `hearth stop {name}` gives back its memory");
             return Err(ApiError::new(ErrorWord::WrongState, message).hint(hint));
@@ -114,7 +141,7 @@ impl Attached {
         self.context.record(EventKind::Request { verb: verb.to_owned() });
     }
 
-    fn must_run(&self, what: &str) -> Result<(), ApiError> {
+    pub(super) fn must_run(&self, what: &str) -> Result<(), ApiError> {
         if let State::Running(_) = self.state {
             return Ok(());
         }
@@ -136,13 +163,15 @@ impl Attached {
         let config = &self.context.config;
         let life = if let State::Running(life) = &self.state { Some(life) } else { None };
         let qemu = self.context.journal.qemu.as_ref().filter(|_| life.is_some());
+        let dumps = self.crash_recovery.dumps.statuses();
+        let unreported = life.filter(|life| life.crash.is_none()).and_then(|_| crash::unreported(&config.name));
         MachineStatus {
             name: config.name.clone(),
-            state: self.shown(),
-            state_why: self.state_why(),
-            next_start: None,
+            state: if unreported.is_some() { MachineState::Paused } else { self.shown() },
+            state_why: unreported.or_else(|| self.state_why()),
+            next_start: self.next_start.as_ref().filter(|_| self.is_off()).and_then(NextStart::at),
             incarnation: self.context.journal.incarnation,
-            cause_of_last_end: self.last_end,
+            cause_of_last_end: self.crash_recovery.last_end,
             uptime_s: life.map_or(0.0, |life| life.began.elapsed().as_secs_f64()),
             keeper: self.context.keeper_status(),
             qemu: qemu.map(|qemu| QemuStatus {
@@ -159,8 +188,8 @@ impl Attached {
             nets: Vec::new(),
             ledger_pages: life.and_then(|life| life.incarnation.as_ref()).map_or(0, |it| it.ledger_pages()),
             ember: self.warm_reboot.ember_status(&self.context),
-            dumps: Vec::new(),
-            last_recovery: self.last_recovery(),
+            last_recovery: self.recovery.shown(&dumps),
+            dumps,
             parking_since: None,
             rejuvenating_since: None,
             last_rejuvenation: None,
@@ -172,20 +201,24 @@ impl Attached {
         }
     }
 
+    fn is_off(&self) -> bool {
+        matches!(self.state, State::Off)
+    }
+
     fn state_why(&self) -> Option<String> {
-        match (&self.state, self.release_at) {
-            (State::Off, Some(at)) if self.warm_reboot.ember.counts().remaining > 0 => {
+        let name = &self.context.config.name;
+        match (&self.state, &self.next_start, self.release_at) {
+            (State::Off, Some(next), _) => Some(next.why(name)),
+            (State::Off, _, Some(at)) if self.warm_reboot.ember.counts().remaining > 0 => {
                 let left = at.saturating_duration_since(Instant::now()).as_secs();
                 Some(format!("the domain is off; the memory of its last guest is kept for another {left} s"))
             }
-            (State::Off, _) => Some("the domain is off".to_owned()),
-            (State::Awaited { .. }, _) => Some("libvirt is starting QEMU".to_owned()),
-            _ => None,
+            (State::Off, ..) => Some("the domain is off".to_owned()),
+            (State::Awaited { .. }, ..) => Some("libvirt is starting QEMU".to_owned()),
+            (State::Running(Life { crash: Some(crash), .. }), ..) => Some(crash.why(name)),
+            (State::Running(_), ..) => None,
+            (State::Stopped, ..) => Some(WAITS_FOR_DUMPS.to_owned()),
         }
-    }
-
-    fn last_recovery(&self) -> Option<Recovery> {
-        self.recovery.timeline.as_ref().map(Timeline::recovery).cloned()
     }
 }
 

@@ -1,0 +1,155 @@
+//! The way back of a domain whose guest has crashed, where libvirt keeps its QEMU.
+//!
+//! its keeper is told -> registers (`pipe`) -> its keeper is told -> destroy -> its keeper has the memory -> the wait of a crash loop,
+//! which its keeper decides about -> start
+//!
+//! A step that fails leaves the domain as libvirt has it, which its keeper's status shows; only the registers are done without.
+//! Whoever does something else with the domain meanwhile is left alone.
+
+use std::fs::{self, OpenOptions};
+use std::io::{self, Write};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::PathBuf;
+use std::thread;
+use std::time::Duration;
+
+use hearth_api::{DomainCrashed, DomainHarvested, MachineState, MachineStatus};
+use hearth_libvirt::definition::{self, DefinitionError};
+use hearth_libvirt::virsh::{Virsh, VirshError};
+use hearth_recovery::journal::Journal;
+
+use super::pipe::Pipe;
+use crate::client::{Client, ClientError};
+use crate::folders::registers;
+use crate::runtime_root::RuntimeRoot;
+
+/// Time between two looks at the keeper.
+const LOOK_EVERY: Duration = Duration::from_millis(50);
+/// The same, while it waits.
+const LOOK_EVERY_IDLE: Duration = Duration::from_secs(1);
+/// Pause before a start that has failed is tried again.
+const START_AGAIN: Duration = Duration::from_secs(5);
+
+#[derive(Debug, thiserror::Error)]
+pub enum RecoveryError {
+    #[error(transparent)]
+    Virsh(#[from] VirshError),
+    #[error(transparent)]
+    Definition(#[from] DefinitionError),
+    #[error(transparent)]
+    Keeper(#[from] ClientError),
+}
+
+/// One domain's way back.
+pub struct Recovery {
+    virsh: Virsh,
+    client: Client,
+    domain: String,
+    /// The machine's runtime folder.
+    folder: PathBuf,
+}
+
+impl Recovery {
+    pub fn of(root: &RuntimeRoot, domain: &str) -> Self {
+        let client = Client::new(root.api_socket(domain));
+        Self { virsh: Virsh::system(), client, domain: domain.to_owned(), folder: root.machine(domain) }
+    }
+
+    /// Brings the domain back, if its guest has crashed or it was on its way already.
+    pub fn run(&self) -> Result<(), RecoveryError> {
+        // In any other case libvirt itself does what follows a crash.
+        let is_kept = definition::preserves_crashed(&self.virsh.live_definition(&self.domain)?)?;
+        if is_kept && self.virsh.is_crashed(&self.domain)? {
+            return self.recover();
+        }
+        match self.client.status() {
+            Ok(MachineStatus { state: MachineState::Recovering, incarnation, .. }) => self.start(incarnation),
+            Err(ClientError::NotRunning { .. }) => self.start_without_keeper(),
+            _ => Ok(()),
+        }
+    }
+
+    fn recover(&self) -> Result<(), RecoveryError> {
+        let Some(incarnation) = self.report()? else { return Ok(()) };
+        let mut pipe = Pipe::make(&self.folder);
+        let harvested = pipe.as_mut().map_err(|error| error.to_string());
+        let harvested = harvested.and_then(|pipe| pipe.harvest(&self.virsh, &self.domain));
+        let kept = harvested.and_then(|bytes| self.keep(incarnation, &bytes).map_err(|error| error.to_string()));
+        if let Err(error) = self.client.send(&DomainHarvested { why: kept.err() }) {
+            tracing::warn!(
+                domain = self.domain,
+                error = crate::chain(&error),
+                "the keeper is not told of the registers"
+            );
+        }
+        if !self.virsh.is_crashed(&self.domain)? {
+            return Ok(());
+        }
+        self.virsh.destroy(&self.domain)?;
+        drop(pipe);
+        self.start(incarnation)
+    }
+
+    /// Tells the keeper, as soon as there is one. Returns the crashed incarnation; None if it is to stay as it is.
+    fn report(&self) -> Result<Option<u32>, RecoveryError> {
+        loop {
+            match self.client.send(&DomainCrashed {}).and_then(|_| self.client.status()) {
+                Ok(status) => return Ok(Some(status.incarnation)),
+                Err(ClientError::Refused(why)) => {
+                    tracing::info!(domain = self.domain, why = why.message, "its crashed guest stays");
+                    return Ok(None);
+                }
+                Err(error) => tracing::debug!(domain = self.domain, %error, "no keeper to tell of a crash yet"),
+            }
+            thread::sleep(LOOK_EVERY_IDLE);
+            if !self.virsh.is_crashed(&self.domain)? {
+                return Ok(None);
+            }
+        }
+    }
+
+    /// Leaves the registers where the keeper finds them.
+    fn keep(&self, incarnation: u32, bytes: &[u8]) -> io::Result<()> {
+        let path = registers(&self.folder, incarnation);
+        // One of an attempt that was cut off.
+        let _ = fs::remove_file(&path);
+        OpenOptions::new().create_new(true).write(true).mode(0o600).open(path)?.write_all(bytes)
+    }
+
+    /// Starts the domain when its keeper is ready for the guest after this one.
+    fn start(&self, incarnation: u32) -> Result<(), RecoveryError> {
+        loop {
+            match self.client.status() {
+                // Somebody else was faster.
+                Ok(status) if status.incarnation != incarnation => return Ok(()),
+                Ok(MachineStatus { state: MachineState::Recovering, next_start: None, .. }) => {
+                    match self.virsh.start(&self.domain) {
+                        Ok(()) => return Ok(()),
+                        Err(error) => tracing::warn!(domain = self.domain, %error, "trying again"),
+                    }
+                    thread::sleep(START_AGAIN);
+                }
+                Ok(MachineStatus { state: MachineState::Recovering, .. }) => thread::sleep(LOOK_EVERY_IDLE),
+                // Told to stop.
+                Ok(MachineStatus { state: MachineState::Stopping | MachineState::Stopped, .. }) => return Ok(()),
+                // The crashed guest's memory is not ready, or somebody else is starting the domain.
+                Ok(_) => thread::sleep(LOOK_EVERY),
+                Err(ClientError::NotRunning { .. }) => return self.start_without_keeper(),
+                Err(error) => {
+                    tracing::debug!(domain = self.domain, %error, "the keeper does not answer");
+                    thread::sleep(LOOK_EVERY_IDLE);
+                }
+            }
+        }
+    }
+
+    /// Starts the domain if its keeper has died before it did. libvirt's hook starts the next one.
+    fn start_without_keeper(&self) -> Result<(), RecoveryError> {
+        // One that cannot be read is its next keeper's matter.
+        let journal = Journal::load(&self.folder.join("journal.json")).ok().flatten();
+        if journal.is_some_and(|journal| journal.ordered.is_some()) {
+            self.virsh.start(&self.domain)?;
+        }
+        Ok(())
+    }
+}
