@@ -67,6 +67,16 @@ pub struct Domain<'a> {
     pub disks: &'a [DomainDisk<'a>],
     /// Pairs of a port of this host and of a port of the guest, to which it is forwarded.
     pub forwards: &'a [(u16, u16)],
+    /// Whether it has a channel to qemu-guest-agent.
+    pub has_agent: bool,
+}
+
+impl<'a> Domain<'a> {
+    /// One whose guest is busybox.
+    pub fn of_busybox(name: &'a str, memory_mib: u64, disks: &'a [DomainDisk<'a>]) -> Result<Self> {
+        let (boot, on_crash) = (Some(artifacts::busybox(false)?), "destroy");
+        Ok(Self { name, boot, memory_mib, cpus: 1, on_crash, disks, forwards: &[], has_agent: false })
+    }
 }
 
 /// A disk of the domain.
@@ -83,8 +93,13 @@ pub struct DomainDisk<'a> {
 impl LibvirtVm {
     /// Defines a domain with these disks, whose guest is busybox. Without root it prints a message and returns `None`.
     pub fn define(name: &str, memory_mib: u64, disks: &[DomainDisk<'_>]) -> Result<Option<Self>> {
-        let (boot, on_crash) = (Some(artifacts::busybox(false)?), "destroy");
-        Self::define_domain(Domain { name, boot, memory_mib, cpus: 1, on_crash, disks, forwards: &[] })
+        Self::define_domain(Domain::of_busybox(name, memory_mib, disks)?)
+    }
+
+    /// As `define`, with qemu-guest-agent installed in the guest but not started.
+    pub fn define_with_agent(name: &str, memory_mib: u64, disks: &[DomainDisk<'_>]) -> Result<Option<Self>> {
+        let boot = Some(artifacts::busybox_with_agent()?);
+        Self::define_domain(Domain { boot, has_agent: true, ..Domain::of_busybox(name, memory_mib, disks)? })
     }
 
     /// Starts libvirt, and defines a domain. Without root it prints a message and returns `None`.
@@ -113,7 +128,7 @@ impl LibvirtVm {
     }
 
     fn definition(&self, domain: Domain<'_>) -> Result<String> {
-        let Domain { name, boot, memory_mib, cpus, on_crash, disks, forwards } = domain;
+        let Domain { name, boot, memory_mib, cpus, on_crash, disks, forwards, has_agent } = domain;
         let copy = |name: &str, from: &Path| -> Result<PathBuf> {
             let to = self.folder.path().join(name);
             at("copy", from, std::fs::copy(from, &to))?;
@@ -146,13 +161,17 @@ impl LibvirtVm {
         let disks: String = disks.iter().map(disk).collect();
         let forwards: String =
             forwards.iter().map(|(host, guest)| format!(",hostfwd=tcp:127.0.0.1:{host}-:{guest}")).collect();
+        let agent = match has_agent {
+            true => "<channel type='unix'><target type='virtio' name='org.qemu.guest_agent.0'/></channel>",
+            false => "",
+        };
         let folder = self.folder.path().display();
         let qemu = which(&artifacts::qemu()?);
         Ok(format!(
             "<domain type='qemu' xmlns:qemu='http://libvirt.org/schemas/domain/qemu/1.0'>\n  <name>{name}</name>\n  \
              <memory unit='MiB'>{memory_mib}</memory>\n  <vcpu>{cpus}</vcpu>\n  \
              <os><type arch='x86_64' machine='q35'>hvm</type>{boot}</os>\n  <features><acpi/><apic/></features>\n  {CPU}\n  \
-             <on_crash>{on_crash}</on_crash>\n  <devices>\n    <emulator>{}</emulator>\n    {disks}\n    \
+             <on_crash>{on_crash}</on_crash>\n  <devices>\n    <emulator>{}</emulator>\n    {disks}\n    {agent}\n    \
              <serial type='unix'><source mode='connect' path='{folder}/serial.sock'/></serial>\n    \
              <rng model='virtio'><backend model='random'>/dev/urandom</backend></rng>\n  </devices>\n  \
              <qemu:commandline><qemu:arg value='-netdev'/><qemu:arg value='user,id=net{forwards}'/>\

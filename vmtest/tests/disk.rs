@@ -1,7 +1,7 @@
 //! Disks as a guest sees them: formats, limits, queues, discards, sizes, caches, and requests in flight when their server dies.
 //!
 //! `gaps`: images that change while no keeper guards them. `full`: a full file system of the host.
-//! `write_cache`: a cache that the guest switches off.
+//! `write_cache`: a cache that the guest switches off. `copies`: copies of a disk of one moment, and exports.
 
 #[path = "disk/gaps.rs"]
 mod gaps;
@@ -16,6 +16,8 @@ use hearth_api::{DiskSize, DiskStatus};
 use hearth_vmtest::images::File;
 use hearth_vmtest::{Disk, Drives, PlainVm, Result, TestVm, artifacts, event, pattern};
 
+#[path = "disk/copies.rs"]
+mod copies;
 #[path = "disk/full.rs"]
 mod full;
 #[path = "disk/write_cache.rs"]

@@ -10,7 +10,7 @@ use hearth_recovery::vmcore::VmcoreFile;
 use hearth_recovery::vmcore::linux::{Linux, log};
 use hearth_vmtest::images::{self, File};
 use hearth_vmtest::libvirt::{Domain, DomainDisk, LibvirtVm};
-use hearth_vmtest::{Drives, Result, artifacts, boot_disk};
+use hearth_vmtest::{Drives, Result, START_AGENT, artifacts, boot_disk};
 
 const FILES: usize = 48;
 const FILE_BYTES: usize = 1 << 20;
@@ -181,6 +181,8 @@ fn attaching_changes_the_definition_and_detaching_restores_it() -> Result<()> {
     vm.hearth(&["attach", "there", "--yes"])?;
     let attached = vm.virsh("dumpxml", &["--inactive"])?;
     assert!(attached.contains("/run/hearth/there/disk-vda.sock"), "{attached}");
+    let (code, said) = vm.try_hearth(&["import", "there"])?;
+    assert!(code == 1 && said.contains("hearth detach there"), "{said}");
     // Once more changes nothing.
     vm.hearth(&["attach", "there", "--yes"])?;
     assert_eq!(vm.virsh("dumpxml", &["--inactive"])?, attached);
@@ -407,7 +409,10 @@ fn shut_off_domain_becomes_a_machine_of_its_own() -> Result<()> {
     vm.start()?;
     let (code, said) = vm.try_hearth(&import)?;
     assert!(code == 1 && said.contains("virsh shutdown moves") && !vm.folder().join("machine").exists(), "{said}");
-    vm.virsh("destroy", &[])?;
+    vm.virsh("managedsave", &[])?;
+    let (code, said) = vm.try_hearth(&import)?;
+    assert!(code == 1 && said.contains("virsh managedsave-remove moves"), "{said}");
+    vm.virsh("managedsave-remove", &[])?;
     let said = vm.hearth(&import)?;
     for words in ["vda: ", "data.img (raw)", "uuid: a machine has none", "memballoon: ", "Start it with `hearth run"] {
         assert!(said.contains(words), "{words} is missing in {said}");
@@ -443,6 +448,72 @@ fn shut_off_domain_becomes_a_machine_of_its_own() -> Result<()> {
     vm.hearth(&["stop", "moves", "--force"])?;
     vm.start()?;
     files.verify()
+}
+
+/// Writes records to the file system all the time.
+const RECORDS: &str = r#"
+mount -o noatime /dev/vda /mnt
+(i=0
+while :; do
+  i=$((i+1)); printf 'record %08d\n' $i >>/mnt/records; cp /mnt/f1 /mnt/copy; sync -f /mnt/records
+  echo $i >/tmp/written.new; mv /tmp/written.new /tmp/written
+done) >/dev/null 2>&1 &
+"#;
+const MORE_RECORDS: &str = "while [ ! -s /tmp/written ]; do sleep 0.1; done; to=$(($(cat /tmp/written) + 3))
+while [ $(cat /tmp/written) -lt $to ]; do sleep 0.1; done";
+
+/// What the guest has written to a copy of its disk: the first so many records. Its file system is repaired first.
+#[track_caller]
+fn assert_records(copy: &Path) {
+    let checked = Command::new("/usr/sbin/e2fsck").args(["-f", "-y"]).arg(copy).output().expect("e2fsck");
+    assert!(matches!(checked.status.code(), Some(0 | 1)), "{}", String::from_utf8_lossy(&checked.stdout));
+    images::check_ext4(copy, 0).expect("it is clean now");
+    let read = Command::new("/usr/sbin/debugfs").args(["-R", "cat /records"]).arg(copy).output().expect("debugfs");
+    let records = String::from_utf8_lossy(&read.stdout).into_owned();
+    assert!(records.lines().count() > 2, "{records}");
+    for (at, record) in records.lines().enumerate() {
+        assert_eq!(record, format!("record {:08}", at + 1));
+    }
+}
+
+/// The guest's agent is asked through libvirt. Without one the copy is crash-consistent, and says so.
+#[test]
+fn disk_of_a_domain_is_copied() -> Result<()> {
+    let images = tempfile::tempdir().expect("a folder");
+    std::fs::set_permissions(images.path(), Permissions::from_mode(0o755)).expect("our own folder");
+    let image = images.path().join("data.img");
+    let files: Vec<_> = (0..FILES).map(|file| File::pattern(&format!("f{file}"), FILE_BYTES, SEED)).collect();
+    images::ext4(&image, FILES as u64 + 64, &files)?;
+    let disk = DomainDisk { target: "vda", image: &image, format: "raw", limits: None };
+    let Some(vm) = LibvirtVm::define_with_agent("backup", MEMORY_MIB, &[disk])? else { return Ok(()) };
+    let path = |name: &str| images.path().join(name);
+    let copy =
+        |name: &str| vm.try_hearth(&["copy-disk", "backup", "vda", path(name).to_str().expect("a path of ours")]);
+    vm.hearth(&["attach", "backup", "--yes"])?;
+    vm.start()?;
+    vm.sh(RECORDS)?;
+    vm.sh(MORE_RECORDS)?;
+
+    let (code, said) = copy("crash")?;
+    assert!(
+        code == 0 && said.contains("are not frozen: virsh domfsfreeze") && said.contains("crash-consistent"),
+        "{said}"
+    );
+    assert_records(&path("crash"));
+    vm.sh(START_AGENT)?;
+    vm.wait_until("libvirt sees the agent", || Ok(vm.virsh("guestinfo", &["--os"]).is_ok()))?;
+    let (code, said) = copy("frozen")?;
+    assert!(code == 0 && said.contains("file systems frozen") && !said.contains("crash-consistent"), "{said}");
+    assert!(!images::ext4_needs_recovery(&path("frozen"))?, "a frozen file system has nothing to replay");
+    assert_records(&path("frozen"));
+    vm.sh(MORE_RECORDS)?;
+
+    vm.virsh("destroy", &[])?;
+    vm.wait_until("the domain is off", || Ok(vm.status()?.state == MachineState::Stopped))?;
+    let (code, said) = copy("off")?;
+    assert!(code == 1 && said.contains("the domain does not run"), "{said}");
+    assert!(!path("off").exists());
+    Ok(())
 }
 
 /// A raw and a qcow2 disk, both Hearth's: a start and a reset each count once.
@@ -495,8 +566,8 @@ fn cache_survives_resets_of_a_domain_that_uefi_boots() -> Result<()> {
     images::ext4(&data, FILES as u64 + 64, &files)?;
     let disks = [("vda", &boot), ("vdb", &data)];
     let disks = disks.map(|(target, image)| DomainDisk { target, image, format: "raw", limits: None });
-    let (name, memory_mib, on_crash) = ("uefi", MEMORY_MIB, "restart");
-    let domain = Domain { name, boot: None, memory_mib, cpus: 1, on_crash, disks: &disks, forwards: &[] };
+    let name = "uefi";
+    let domain = Domain { boot: None, ..Domain::of_busybox(name, MEMORY_MIB, &disks)? };
     let Some(vm) = LibvirtVm::define_domain(domain)? else { return Ok(()) };
     vm.hearth(&["attach", name, "--yes"])?;
     vm.start()?;

@@ -45,6 +45,7 @@ impl DomainMachine {
             on_crash: "restart",
             disks: &[DomainDisk { target: "vda", image, format: "raw", limits }],
             forwards: &ports.forwards(),
+            has_agent: false,
         })?;
         let vm = vm.expect("this bench runs as root");
         if is_attached {

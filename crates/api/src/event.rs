@@ -177,6 +177,36 @@ pub enum EventKind {
     },
     /// A save failed. There is no folder, and the guest continues.
     SaveFailed { folder: String, why: String },
+    /// The moment that a copy of a disk shows is taken, and the guest goes on.
+    DiskCopyTaken {
+        disk: String,
+        file: String,
+        /// Whether the copy shares its blocks with the image. If not, it is written from now on.
+        shared: bool,
+        /// How long the disk's requests waited.
+        held_ms: f64,
+        /// Number of file systems that the guest's agent had frozen.
+        file_systems: Option<u64>,
+        /// Why the guest's file systems were not frozen. The copy is then as after a power cut.
+        not_frozen: Option<String>,
+    },
+    /// Progress of a disk's copy, from time to time.
+    DiskCopyProgress { disk: String, file: String, percent: f64, mib_per_s: f64, eta_s: Option<f64> },
+    /// A disk's copy is complete.
+    DiskCopied {
+        disk: String,
+        file: String,
+        /// Format of the copy: the image's.
+        format: String,
+        /// Length of the file.
+        bytes: u64,
+        /// The image that the copy lies over, and needs.
+        backing: Option<String>,
+        /// Duration from the request until everything was on disk.
+        duration_ms: f64,
+    },
+    /// A disk's copy failed. There is no file.
+    DiskCopyFailed { disk: String, file: String, why: String },
     /// A restore has started.
     RestoreStarted { snapshot: String, mode: String },
     /// Progress of what is loaded before the guest runs, from time to time.

@@ -149,6 +149,28 @@ pub enum SaveThen {
 #[serde(default, deny_unknown_fields)]
 pub struct SaveCancel {}
 
+/// Copy a disk as it is at one moment to a file.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct CopyDiskRequest {
+    /// Name of the disk.
+    pub disk: String,
+    /// Absolute path of the copy. It must not exist yet.
+    pub file: PathBuf,
+    /// The caller has frozen the guest's file systems, and thaws them at the event `disk_copy_taken`. If not, the keeper does so where
+    /// the guest has an agent (`guest_agent = true`).
+    #[serde(default)]
+    pub frozen: bool,
+}
+
+/// Cancel the running copy of a disk.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct CopyDiskCancel {
+    /// Its file, as it was requested.
+    pub file: PathBuf,
+}
+
 /// libvirt is about to start the domain's QEMU.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]

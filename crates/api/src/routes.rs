@@ -11,9 +11,10 @@ use serde::de::DeserializeOwned;
 
 use crate::ErrorWord::{self, Failed, NoSuchDisk, NotPossible, WrongState};
 use crate::{
-    Accepted, Age, CrashRequest, DiskSize, DomainCrashed, DomainEnded, DomainHarvested, DomainReset, DomainStarts,
-    DumpDiscard, DumpRequest, DumpResume, EventRecord, Explanation, MachineStatus, ParkRequest, ReadyRequest,
-    RebootRequest, RejuvenateRequest, RemountPlan, ResizeRequest, SaveCancel, SaveRequest, StopRequest, UpgradeRequest,
+    Accepted, Age, CopyDiskCancel, CopyDiskRequest, CrashRequest, DiskSize, DomainCrashed, DomainEnded,
+    DomainHarvested, DomainReset, DomainStarts, DumpDiscard, DumpRequest, DumpResume, EventRecord, Explanation,
+    MachineStatus, ParkRequest, ReadyRequest, RebootRequest, RejuvenateRequest, RemountPlan, ResizeRequest, SaveCancel,
+    SaveRequest, StopRequest, UpgradeRequest,
 };
 
 /// An HTTP method.
@@ -345,6 +346,20 @@ routes! {
             summary: "Cancel the running save",
             details: "The save's folder is removed, and the guest continues.",
             cli: "hearth save NAME --cancel",
+            errors: &[WrongState],
+        }
+        CopyDisk: "/v1/copy-disk" (CopyDiskRequest) {
+            summary: "Copy a disk of the running guest, as it is at one moment",
+            details: "The disk's requests wait for that moment, usually for milliseconds. The copy then shares its blocks with \
+             the image where the file system can (reflink), or is written while the guest goes on. `disk_copied` means that the \
+             file is complete. `disk_copy_failed` means that there is no file, and says why.",
+            cli: "hearth copy-disk NAME DISK FILE",
+            errors: &[NoSuchDisk, WrongState, Failed],
+        }
+        CopyDiskCancel: "/v1/copy-disk/cancel" (CopyDiskCancel) {
+            summary: "Cancel the running copy of a disk",
+            details: "Ctrl-C in `hearth copy-disk` does this. What was copied is removed.",
+            cli: "hearth copy-disk NAME DISK FILE",
             errors: &[WrongState],
         }
         Ready: "/v1/ready" (ReadyRequest) {

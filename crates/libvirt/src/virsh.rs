@@ -10,6 +10,8 @@ use std::time::{Duration, Instant};
 const STANDARD_INPUT: &str = "/dev/stdin";
 /// What virsh calls a domain whose guest has crashed, and whose QEMU is kept.
 const CRASHED: &str = "crashed";
+/// How long a guest's agent may take to freeze or thaw.
+const FREEZE_PATIENCE: Duration = Duration::from_secs(10);
 const LOOK_EVERY: Duration = Duration::from_millis(10);
 
 /// The connection that virsh uses.
@@ -123,6 +125,27 @@ impl Virsh {
     /// Whether its memory was saved by `virsh managedsave`: its next start goes on from there, with the disks as they were then.
     pub fn has_saved_memory(&self, domain: &str) -> Result<bool, VirshError> {
         self.run(&["dominfo", domain]).map(|info| says_saved(&info))
+    }
+
+    /// Has the guest's agent freeze its file systems. The guest may make libvirt wait, but this no longer than `FREEZE_PATIENCE`.
+    pub fn freeze(&self, domain: &str) -> Result<(), VirshError> {
+        self.run_briefly(&["domfsfreeze", domain])
+    }
+
+    /// Has the guest's agent thaw its file systems, within the same time.
+    pub fn thaw(&self, domain: &str) -> Result<(), VirshError> {
+        self.run_briefly(&["domfsthaw", domain])
+    }
+
+    fn run_briefly(&self, arguments: &[&str]) -> Result<(), VirshError> {
+        let mut command = self.command(arguments);
+        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
+        let mut virsh = command.spawn().map_err(failed)?;
+        if end_within(&mut virsh, FREEZE_PATIENCE).map_err(VirshError::Run)?.is_none() {
+            let said = format!("no answer from the guest's agent for {FREEZE_PATIENCE:?}");
+            return Err(VirshError::Failed { what: arguments.join(" "), said });
+        }
+        judged(arguments, virsh.wait_with_output().map_err(VirshError::Run)?).map(drop)
     }
 
     fn run(&self, arguments: &[&str]) -> Result<String, VirshError> {

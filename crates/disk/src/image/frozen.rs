@@ -4,7 +4,8 @@
 //! copies that part first -> nothing is left
 //!
 //! The chain of images stays as it is, and nothing has to be merged afterwards. A copy that fails (the other disk is full)
-//! fails alone: the guest writes on. When it is dropped the image is asked for nothing any more.
+//! fails alone: the guest writes on. When it is dropped the image is asked for nothing any more. One copy at a time is made of an
+//! image. It fails if the image is closed meanwhile, because nobody keeps then what others change.
 
 use std::fs::File;
 use std::io;
@@ -30,8 +31,12 @@ pub struct Guard(Arc<Mutex<Weak<FrozenImage>>>);
 
 impl Guard {
     pub fn freeze(&self, source: File, target: File) -> io::Result<Arc<FrozenImage>> {
-        let frozen = Arc::new(FrozenImage::new(source, target)?);
-        *self.frozen() = Arc::downgrade(&frozen);
+        let frozen = Arc::new(FrozenImage::new(source, target, Arc::downgrade(&self.0))?);
+        let mut current = self.frozen();
+        if current.strong_count() > 0 {
+            return Err(io::Error::new(io::ErrorKind::ResourceBusy, "another copy of it is being made"));
+        }
+        *current = Arc::downgrade(&frozen);
         Ok(frozen)
     }
 
@@ -52,6 +57,8 @@ impl Guard {
 pub struct FrozenImage {
     source: File,
     target: File,
+    /// Of the image: gone when that is closed.
+    guard: Weak<Mutex<Weak<FrozenImage>>>,
     bytes: u64,
     state: Mutex<State>,
     /// Something of `busy` is over.
@@ -104,7 +111,7 @@ enum Next {
 }
 
 impl FrozenImage {
-    fn new(source: File, target: File) -> io::Result<Self> {
+    fn new(source: File, target: File, guard: Weak<Mutex<Weak<Self>>>) -> io::Result<Self> {
         let bytes = file_bytes(&source)?;
         target.set_len(bytes)?;
         let granules = bytes.div_ceil(GRANULE_BYTES);
@@ -115,6 +122,7 @@ impl FrozenImage {
         Ok(Self {
             source,
             target,
+            guard,
             bytes,
             state: Mutex::new(State { pending, left: granules, busy: Vec::new(), failed: None }),
             changed: Condvar::new(),
@@ -230,6 +238,7 @@ impl FrozenImage {
         if read_aligned(&self.source, aligned, start)? < wanted {
             return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "the image has become shorter"));
         }
+        self.must_be_guarded()?;
         for (piece, offset) in
             aligned[..wanted].chunks(GRANULE_BYTES as usize).zip((start..).step_by(GRANULE_BYTES as usize))
         {
@@ -239,6 +248,14 @@ impl FrozenImage {
             }
         }
         Ok(())
+    }
+
+    /// What was read until now is of the moment that counts.
+    fn must_be_guarded(&self) -> io::Result<()> {
+        if self.guard.strong_count() > 0 {
+            return Ok(());
+        }
+        Err(io::Error::new(io::ErrorKind::NotConnected, "the image was closed before all of it was copied"))
     }
 
     /// The first granule from this one on that may hold data; what lies before it is settled. A hole now was one at the
@@ -251,6 +268,7 @@ impl FrozenImage {
             // It does not tell: all of it is data.
             Err(_) => granule,
         };
+        self.must_be_guarded()?;
         let mut state = self.lock();
         if let Some(error) = state.failed.take() {
             state.failed = Some(error.kind().into());
@@ -378,8 +396,23 @@ mod tests {
         assert_eq!(stand.read("image")[0], 9);
         assert!(frozen.copy(|_| true).is_err());
         stand.image.set_len(4096).unwrap();
-        let short = FrozenImage::new(stand.image.try_clone().unwrap(), tempfile::tempfile().unwrap()).unwrap();
+        let guard = Arc::downgrade(&stand.guard.0);
+        let short = FrozenImage::new(stand.image.try_clone().unwrap(), tempfile::tempfile().unwrap(), guard).unwrap();
         stand.image.set_len(100).unwrap();
         assert!(short.copy(|_| true).unwrap_err().to_string().contains("shorter"));
+    }
+    #[test]
+    fn one_copy_at_a_time_and_none_of_a_closed_image() {
+        let stand = Stand::new();
+        let frozen = stand.freeze();
+        let second = stand.guard.freeze(stand.image.try_clone().unwrap(), tempfile::tempfile().unwrap()).unwrap_err();
+        assert_eq!(second.kind(), io::ErrorKind::ResourceBusy);
+        let Stand { folder, image, guard } = stand;
+        // Closed, and changed by somebody else.
+        drop(guard);
+        image.write_all_at(&[0xee; 4096], 0).unwrap();
+        let error = frozen.copy(|_| true).unwrap_err();
+        assert!(error.to_string().contains("was closed"), "{error}");
+        drop(folder);
     }
 }

@@ -203,6 +203,10 @@ pub enum ServerError {
     Resize { disk: String, source: io::Error },
     #[error("disk {disk}: requests are in flight although its guest is paused")]
     NotIdle { disk: String },
+    #[error("disk {disk}: its requests in flight have not ended for {waited:?}; its storage is slow, limited or full")]
+    Unfinished { disk: String, waited: Duration },
+    #[error("disk {disk}: another copy of it is about to begin")]
+    HeldAlready { disk: String },
     #[error("disk {disk}: its unanswered requests cannot be taken over: {what}")]
     Left { disk: String, what: String },
     #[error("disk {disk}: its image cannot be copied")]
@@ -312,6 +316,49 @@ impl Observer {
         let disk = || self.name.clone();
         let frozen = wait(&self.name, &answer)?.ok_or_else(|| ServerError::NotIdle { disk: disk() })?;
         frozen.map_err(|source| ServerError::Freeze { disk: disk(), source })
+    }
+
+    /// Has the disk finish what is in flight, and take no more. Its guest waits meanwhile. The error leaves it as it was: one is what
+    /// was begun has not ended within this time.
+    pub fn hold(&self, patience: Duration) -> Result<Held<'_>, ServerError> {
+        let disk = || self.name.clone();
+        let answer = ask(&self.name, &self.commands, &self.wake, Command::Hold)?;
+        match answer.recv_timeout(patience) {
+            Ok(true) => Ok(Held(self)),
+            Ok(false) => Err(ServerError::HeldAlready { disk: disk() }),
+            Err(RecvTimeoutError::Timeout) => {
+                self.release();
+                Err(ServerError::Unfinished { disk: disk(), waited: patience })
+            }
+            Err(RecvTimeoutError::Disconnected) => Err(ServerError::Gone { disk: disk() }),
+        }
+    }
+
+    fn release(&self) {
+        // A thread that has ended holds nothing.
+        let _ = self.commands.send(Command::Release);
+        poller::wake(self.wake.as_fd());
+    }
+}
+
+/// A disk that takes no requests until this is dropped. Nothing is in flight towards its image.
+pub struct Held<'a>(&'a Observer);
+
+impl Held<'_> {
+    /// As `Observer::freeze`.
+    pub fn freeze(&self, target: File) -> Result<Arc<FrozenImage>, ServerError> {
+        self.0.freeze(target)
+    }
+
+    /// As `DiskServer::commit`.
+    pub fn commit(&self) -> io::Result<()> {
+        self.0.commit()
+    }
+}
+
+impl Drop for Held<'_> {
+    fn drop(&mut self) {
+        self.0.release();
     }
 }
 

@@ -70,6 +70,9 @@ pub(super) enum Command {
     WriteLog(Option<Arc<WriteLog>>, Sender<()>),
     /// None: something is in flight.
     Freeze(File, Sender<Option<io::Result<Arc<FrozenImage>>>>),
+    /// Take no requests until the release, and answer when nothing is in flight. False: another hold is not over.
+    Hold(Sender<bool>),
+    Release,
     /// Stop, but let a QEMU finish its first messages.
     Leave,
     Stop,
@@ -122,6 +125,7 @@ pub struct Worker {
     /// There was work since the rings were last watched.
     answered: bool,
     draining: Vec<Sender<()>>,
+    hold: Option<Hold>,
     next_connection: u32,
     /// The inflight region of a silent QEMU, for the next connection.
     left: Option<MemoryFile>,
@@ -129,6 +133,12 @@ pub struct Worker {
     leaving: Option<Instant>,
     stopping: bool,
     ask: Option<Ask>,
+}
+
+/// No request is taken: somebody copies the image.
+struct Hold {
+    /// Who waits until nothing is in flight.
+    reached: Option<Sender<bool>>,
 }
 
 /// Readable when there is something for the next turn.
@@ -190,6 +200,7 @@ impl Worker {
             engine_rung: false,
             answered: false,
             draining: Vec::new(),
+            hold: None,
             next_connection: 0,
             left: None,
             leaving: None,
@@ -271,7 +282,8 @@ impl Worker {
     fn watch(&mut self) -> bool {
         let begun = Instant::now();
         let answered = std::mem::take(&mut self.answered);
-        let Some(connection) = self.peers.serving().filter(|_| answered && self.disk.is_idle()) else { return false };
+        let is_idle = answered && self.hold.is_none() && self.disk.is_idle();
+        let Some(connection) = self.peers.serving().filter(|_| is_idle) else { return false };
         while begun.elapsed() < WATCH {
             if connection.has_requests() {
                 return true;
@@ -288,10 +300,11 @@ impl Worker {
             let mut progress = false;
             let mut wait = None;
             if let Some(connection) = self.peers.serving() {
-                for queue in 0..connection.queues.len() as u16 {
+                let held = self.hold.is_some();
+                for queue in (0..connection.queues.len() as u16).filter(|_| !held) {
                     progress |= self.disk.take_requests(connection, queue);
                 }
-                wait = self.disk.pump(connection);
+                wait = self.disk.pump(connection, held);
                 connection.wake_guest();
             }
             if let Err(error) = self.disk.submit() {
@@ -332,6 +345,11 @@ impl Worker {
         if decided != self.listening && self.listener.listen(decided).is_ok() {
             // Connections that come while it is not known who is expected wait in the listener's backlog.
             self.listening = decided;
+        }
+        if self.disk.is_still()
+            && let Some(reached) = self.hold.as_mut().and_then(|hold| hold.reached.take())
+        {
+            let _ = reached.send(true); // Who no longer waits releases it.
         }
         if self.is_drained() {
             for waiter in self.draining.drain(..) {
@@ -553,6 +571,9 @@ impl Worker {
                     let _ = reply.send(());
                 }
                 Command::Freeze(target, reply) => drop(reply.send(self.freeze(target))),
+                Command::Hold(reply) if self.hold.is_some() => drop(reply.send(false)),
+                Command::Hold(reply) => self.hold = Some(Hold { reached: Some(reply) }),
+                Command::Release => self.hold = None,
                 Command::Leave => {
                     // Nobody comes any more.
                     let _ = std::fs::remove_file(&self.listener.get().path);

@@ -28,7 +28,10 @@ pub const MEMORY_STEP: u64 = 2 << 20;
 /// What libvirt cannot do with disks that Hearth serves, and what takes its place.
 const LOST: [(&str, &str); 5] = [
     ("live migration", "nothing"),
-    ("snapshots, backup and block jobs of the disks (snapshot-create, backup-begin, blockcopy)", "nothing yet"),
+    (
+        "snapshots, backup and block jobs of the disks (snapshot-create, backup-begin, blockcopy)",
+        "`hearth copy-disk NAME DISK FILE`",
+    ),
     ("blockresize", "resize the image, then `hearth resize NAME DISK`"),
     ("blkdeviotune", "mib_per_second and iops of the disk in the machine's file, from the domain's next start on"),
     ("domblkinfo and domblkstat", "`hearth status NAME`, and metrics"),

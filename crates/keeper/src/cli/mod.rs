@@ -33,6 +33,7 @@ mod attach;
 mod clone;
 mod configuration;
 mod console;
+mod disk_copy;
 mod dump;
 mod events;
 mod explain;
@@ -310,6 +311,19 @@ enum Verb {
         #[command(flatten)]
         store: object_store::StoreArguments,
     },
+    /// Copy a disk of a running machine to a file, as it is at one moment.
+    ///
+    /// The disk's requests wait for that moment: usually milliseconds, at most 10 s for those in flight. The copy then shares its
+    /// blocks with the image where the file system can (reflink: btrfs, xfs). Elsewhere it is written while the guest goes on, whose
+    /// first write to a part that is not copied yet waits until that part is copied.
+    ///
+    /// If the guest has an agent, its file systems are frozen for that moment, and its writes wait meanwhile. If not, or if the
+    /// agent does not answer within 10 s, the copy is crash-consistent: as after a power cut. The output says which.
+    ///
+    /// The copy has the image's format. FILE has its name only when it is complete. Ctrl-C cancels the copy. If the guest's file
+    /// systems stay frozen because this command was killed with -9, `virsh domfsthaw NAME` thaws those of a libvirt domain.
+    #[command(after_help = "Example: hearth copy-disk web root /srv/backup/root.img")]
+    CopyDisk(disk_copy::CopyDiskArguments),
     /// Mark a machine's boot as finished.
     ///
     /// The blocks that the guest has read from its disks since its reset stay in memory for its next boot. This is for
@@ -606,6 +620,7 @@ fn perform(verb: Verb, json: bool, root: Option<PathBuf>, out: &mut dyn Write) -
         Verb::HostReload { verb } => host_reload::perform(context, verb),
         Verb::Age(NameArgument { name }) => age::show(context, &name),
         Verb::Save(arguments) => save::save(context, arguments),
+        Verb::CopyDisk(arguments) => disk_copy::copy(context, arguments),
         Verb::Ready(NameArgument { name }) => fast_remount::ready(context, &name),
         Verb::RemountPlan { machine, list } => fast_remount::show(context, &machine.name, list),
         Verb::Events { machine, follow, since } => events::show(context, &machine.name, since, follow),

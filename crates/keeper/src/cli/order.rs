@@ -5,11 +5,11 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use hearth_api::{
-    Accepted, CrashMethod, CrashRequest, DumpDiscard, DumpRequest, DumpResume, EndCause, EventKind, EventRecord,
+    Accepted, Call, CrashMethod, CrashRequest, DumpDiscard, DumpRequest, DumpResume, EndCause, EventKind, EventRecord,
     MachineState, RebootRequest, RejuvenateRequest, SaveCancel, SaveRequest, SaveThen, StopRequest,
 };
 
-use signal_hook::consts::SIGINT;
+use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 
 use crate::check::life;
@@ -85,7 +85,7 @@ fn shows_stopped(record: &EventRecord) -> bool {
     matches!(record.event, EventKind::StateChanged { to: MachineState::Stopped, .. })
 }
 
-fn show(context: &mut Context<'_>, record: &EventRecord) -> Result<(), CliError> {
+pub(super) fn show(context: &mut Context<'_>, record: &EventRecord) -> Result<(), CliError> {
     if context.json { context.write_json(record) } else { context.write_line(&events::line(record)) }
 }
 
@@ -164,19 +164,23 @@ pub fn save(context: &mut Context<'_>, name: &str, request: &SaveRequest, wait: 
     let accepted = context.ask(name, |client| client.send(request))?;
     let goal = if request.then == SaveThen::Stop { Goal::SavedAndStopped } else { Goal::Saved };
     if wait {
-        cancel_when_interrupted(context, name)?;
+        cancel_when_interrupted(context, name, SaveCancel {})?;
     }
     conclude(context, name, accepted, wait.then_some(goal))
 }
 
-/// Ctrl-C cancels the save and waits for its end; a second Ctrl-C exits at once.
-fn cancel_when_interrupted(context: &Context<'_>, name: &str) -> Result<(), CliError> {
+/// Ctrl-C cancels the work and waits for its end; a second Ctrl-C exits at once.
+pub(super) fn cancel_when_interrupted(
+    context: &Context<'_>,
+    name: &str,
+    cancel: impl Call + Send + 'static,
+) -> Result<(), CliError> {
     let client = context.client(name);
-    let mut signals = Signals::new([SIGINT]).map_err(CliError::Signals)?;
+    let mut signals = Signals::new([SIGINT, SIGTERM]).map_err(CliError::Signals)?;
     let listen = move || {
         for (nth, signal) in signals.forever().enumerate() {
-            // A save that has ended cannot be cancelled, and need not be.
-            if nth > 0 || client.send(&SaveCancel {}).is_err() {
+            // What has ended cannot be cancelled, and need not be.
+            if nth > 0 || client.send(&cancel).is_err() {
                 let _ = signal_hook::low_level::emulate_default_handler(signal);
             }
         }
@@ -256,7 +260,7 @@ fn must_have_stopped(context: &Context<'_>, name: &str, since: u64) -> Result<()
 }
 
 /// The keeper ended before the goal was reached.
-fn cut_off(context: &Context<'_>, name: &str) -> CliError {
+pub(super) fn cut_off(context: &Context<'_>, name: &str) -> CliError {
     match context.not_running(name) {
         orphaned @ CliError::Orphaned { .. } => orphaned,
         _ => {

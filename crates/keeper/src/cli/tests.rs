@@ -129,6 +129,24 @@ fn carry_out(order: &Order, events: &EventLog) {
                 pages_on_disks: 0,
             });
         }
+        Order::CopyDisk(request) if request.disk == "full" => {
+            let (disk, file) = (request.disk.clone(), request.file.display().to_string());
+            events.record(EventKind::DiskCopyFailed { disk, file, why: "no space left in /b".into() });
+        }
+        Order::CopyDisk(request) => {
+            let (disk, file) = (request.disk.clone(), request.file.display().to_string());
+            events.record(EventKind::DiskCopyTaken {
+                disk: disk.clone(),
+                file: file.clone(),
+                shared: true,
+                held_ms: 2.0,
+                file_systems: None,
+                not_frozen: Some("it has no guest agent".into()),
+            });
+            let (format, backing) = ("raw".into(), None);
+            events.record(EventKind::DiskCopied { disk, file, format, bytes: 1 << 20, backing, duration_ms: 3.0 });
+        }
+        Order::CopyDiskCancel(_) => {}
         Order::SaveCancel(_) => {
             events.record(EventKind::SaveFailed { folder: "/s".into(), why: "it was cancelled".into() });
         }
@@ -175,6 +193,7 @@ fn every_verb_is_parsed_as_documented() {
         "attach web --yes",
         "import web",
         "import web --folder /srv/web --json",
+        "copy-disk web root /srv/root.img --json",
         "detach web",
         "host",
         "hook web prepare begin -",
@@ -752,6 +771,23 @@ fn save_waits_and_can_be_cancelled() {
     assert_eq!(done.unwrap_err().exit(), Exit::Failed);
     let output = fixture.output(&["save", "web", "--cancel"]);
     assert!(output.ends_with("save failed: it was cancelled (/s)\n"), "{output}");
+}
+
+#[test]
+fn copy_of_a_disk_says_how_consistent_it_is() {
+    let fixture = fixture();
+    let output = fixture.output(&["copy-disk", "web", "root", "/b/root.img"]);
+    let lines: Vec<_> = output.lines().filter_map(|line| line.split_once("]  ")).map(|(_, said)| said).collect();
+    assert_eq!(
+        lines,
+        [
+            "disk root held for 2.0 ms, crash-consistent, as after a power cut (it has no guest agent); sharing the image's blocks",
+            "disk root copied to /b/root.img in 3.0 ms, 1.0 MiB (raw)",
+        ]
+    );
+    let (_, done) = fixture.run(&["copy-disk", "web", "full", "/b/root.img"]);
+    let error = done.unwrap_err();
+    assert_eq!(error.to_string(), "web: copy of disk full failed: no space left in /b (/b/root.img)");
 }
 
 #[test]

@@ -115,6 +115,23 @@ pub fn describe(event: &EventKind) -> String {
                 milliseconds(*pause_ms)
             )
         }
+        EventKind::DiskCopyTaken { disk, shared, held_ms, file_systems, not_frozen, .. } => {
+            let state = match (not_frozen, file_systems) {
+                (Some(why), _) => format!("crash-consistent, as after a power cut ({why})"),
+                (None, Some(count)) => format!("{count} file systems frozen"),
+                (None, None) => "file systems frozen".to_owned(),
+            };
+            let how = if *shared { "sharing the image's blocks" } else { "copying it while the guest goes on" };
+            format!("disk {disk} held for {}, {state}; {how}", milliseconds(*held_ms))
+        }
+        EventKind::DiskCopyProgress { disk, percent, mib_per_s, eta_s, .. } => {
+            format!("copy of disk {disk} {}", progress(*percent, *mib_per_s, *eta_s))
+        }
+        EventKind::DiskCopied { disk, file, format, bytes: size, backing, duration_ms } => {
+            let over = backing.as_ref().map_or_else(String::new, |base| format!(", over {base}, which it needs"));
+            format!("disk {disk} copied to {file} in {}, {} ({format}{over})", milliseconds(*duration_ms), bytes(*size))
+        }
+        EventKind::DiskCopyFailed { disk, file, why } => format!("copy of disk {disk} failed: {why} ({file})"),
         EventKind::SaveFailed { folder, why } => format!("save failed: {why} ({folder})"),
         EventKind::RestoreStarted { snapshot, mode } => format!("restoring the guest from {snapshot} ({mode})"),
         EventKind::Restored { pages, pages_prefetched, duration_ms } => format!(

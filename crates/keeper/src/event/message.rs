@@ -86,6 +86,21 @@ pub enum SaveMessage {
     Over,
 }
 
+/// Message from the thread of a disk's copy.
+#[derive(Clone, Debug)]
+pub enum DiskCopyMessage {
+    /// The guest's agent is about to freeze its file systems.
+    Freezing,
+    /// The agent has frozen them.
+    Frozen { file_systems: u64 },
+    /// The moment is taken: the guest goes on.
+    Taken(EventKind),
+    /// For the event log.
+    Progress(EventKind),
+    /// The thread has ended. None: the copy has not begun.
+    Over(Option<EventKind>),
+}
+
 /// Message from the thread of a park. It has ended.
 #[derive(Clone, Debug)]
 pub enum ParkMessage {

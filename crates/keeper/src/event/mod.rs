@@ -13,7 +13,7 @@ use hearth_qemu::QmpEvent;
 use crate::control::{Command, Reply};
 use crate::upgrade::Successor;
 pub use message::{
-    AdmissionMessage, BackfillMessage, CacheMapSize, DumpMessage, HeldFor, MemoryMessage, ParkMessage,
+    AdmissionMessage, BackfillMessage, CacheMapSize, DiskCopyMessage, DumpMessage, HeldFor, MemoryMessage, ParkMessage,
     ReadinessMessage, RestoreMessage, SaveMessage, ThawMessage,
 };
 
@@ -52,6 +52,8 @@ pub enum Event {
     WentOn { generation: u32, held_for: HeldFor, at: Instant, why: Option<String> },
     /// Message from the save with this number.
     Save { number: u64, message: SaveMessage },
+    /// Message from the copy of a disk with this number.
+    DiskCopy { number: u64, message: DiskCopyMessage },
     /// The disks are flushed, or not, for a park or a check whether the guest can be parked, which is answered here.
     Flushed { generation: u32, check: bool, flushed: Result<(), ApiError>, answer: Reply },
     /// The program that is to replace this keeper, or why it cannot. `incarnation` lived when it was asked. The request is answered

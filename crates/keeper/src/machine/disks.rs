@@ -216,18 +216,21 @@ impl Disks {
 
     /// Reads the size of this disk's image again.
     pub fn resize(&self, context: &Context, name: &str) -> Result<DiskSize, ApiError> {
-        // NVRAM is served after the disks and cannot be resized.
-        let disks = &self.servers[..self.servers.len().min(context.config.devices.disks.len())];
-        let Some(disk) = disks.iter().find(|disk| disk.name() == name) else {
-            let names: Vec<_> = disks.iter().map(|disk| disk.name()).collect();
-            let message = format!("{} has no disk {name}", context.config.name);
-            return Err(
-                ApiError::new(ErrorWord::NoSuchDisk, message).hint(format!("its disks are: {}", names.join(", ")))
-            );
-        };
+        let disk = self.configured(context, name)?;
         let bytes = disk.resize().map_err(|error| ApiError::new(ErrorWord::Failed, crate::chain(&error)))?;
         context.record(EventKind::DiskResized { disk: name.to_owned(), bytes });
         Ok(DiskSize { disk: name.to_owned(), bytes })
+    }
+
+    /// The server of this configured disk.
+    pub fn configured(&self, context: &Context, name: &str) -> Result<&DiskServer, ApiError> {
+        // NVRAM is served after the disks: its image is memory.
+        let disks = &self.servers[..self.servers.len().min(context.config.devices.disks.len())];
+        disks.iter().find(|disk| disk.name() == name).ok_or_else(|| {
+            let names: Vec<_> = disks.iter().map(|disk| disk.name()).collect();
+            let message = format!("{} has no disk {name}", context.config.name);
+            ApiError::new(ErrorWord::NoSuchDisk, message).hint(format!("its disks are: {}", names.join(", ")))
+        })
     }
 
     pub fn handle_disk(context: &Context, disk: String, notice: Notice) {

@@ -9,6 +9,7 @@
 //! | gate before the memory | stops, and waits for its thread | goes on granting memory |
 //! | dump under way | is given up | goes on |
 //! | memory monitor | waits for its thread | does not wait |
+//! | copy of a disk | is called off, and its file removed | the same |
 //! | passt beside QEMU | is killed | keeps the guest's network |
 //! | a QEMU that never came to be the machine's | is killed | there is none |
 //! | locks of the folders | are released | stay until the process ends |
@@ -36,6 +37,7 @@ impl Machine {
             recovery: _,
             rejuvenation,
             saves,
+            copies,
             crash_recovery,
         } = self;
         context.folders.stay_locked();
@@ -48,6 +50,6 @@ impl Machine {
         if let (Some(life), _) = state.into_parts() {
             life.generation.leave();
         }
-        drop((fast_remount, locked_files, disks, rejuvenation, saves, context));
+        drop((fast_remount, locked_files, disks, rejuvenation, saves, copies, context));
     }
 }

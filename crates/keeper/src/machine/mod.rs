@@ -59,6 +59,7 @@
 //! | `LastRecovery` (`timeline`) | how long each phase of the last recovery took |
 //! | `Rejuvenations` (`rejuvenation`, `park`, `upgrade`, `age`) | the hop under way, the last hop, the schedule, the guest that is being parked, the successor |
 //! | `Saves` (`save`, `frozen`) | the save under way, frozen file systems |
+//! | `DiskCopies` (`disk_copy`) | the copy of a disk under way |
 //! | `CrashRecovery` (`crash_recovery`, `dumps`, `crash_loop`) | dumps, crashes, harvested registers |
 
 mod access;
@@ -70,6 +71,7 @@ mod cache_map;
 mod context;
 mod crash_loop;
 mod crash_recovery;
+mod disk_copy;
 mod disks;
 mod dump;
 mod dumps;
@@ -128,6 +130,7 @@ use crate::upgrade::Successor;
 use backfill::handle_backfill;
 pub use context::{ConfigurationFile, Context, Next, Outside, QemuChoice, load_journal};
 use crash_recovery::CrashRecovery;
+use disk_copy::DiskCopies;
 use disks::Disks;
 pub use error::MachineError;
 use fast_remount::FastRemount;
@@ -177,6 +180,7 @@ pub struct Machine {
     recovery: LastRecovery,
     rejuvenation: Rejuvenations,
     saves: Saves,
+    copies: DiskCopies,
     crash_recovery: CrashRecovery,
 }
 
@@ -206,6 +210,7 @@ impl Machine {
             recovery: LastRecovery::default(),
             rejuvenation: Rejuvenations::default(),
             saves: Saves::default(),
+            copies: DiskCopies::default(),
             crash_recovery: CrashRecovery::default(),
         };
         machine
@@ -370,6 +375,7 @@ impl Machine {
                 self.note_resumed(held_for, at, why);
             }
             Event::Save { number, message } => self.handle_save(number, message),
+            Event::DiskCopy { number, message } => self.handle_disk_copy(number, message),
             Event::Thaw { generation, message } if self.is_current(generation) => {
                 self.saves.handle_thaw(&mut self.context, message);
             }
@@ -434,6 +440,7 @@ impl Machine {
     /// QEMU has paused the guest for good.
     fn guest_crashed(&mut self, cause: EndCause) -> Result<(), MachineError> {
         self.cancel_save("the guest crashed");
+        self.copies.make_way("the guest crashed");
         self.give_up_hop("the guest crashed");
         self.apply(Input::Crashes { cause, on_panic: self.context.config.on_panic })
     }

@@ -71,6 +71,12 @@ impl Machine {
             Order::Save(request) => {
                 return self.accept("save", |machine| machine.begin_save(request, answer)).err().map(Err);
             }
+            Order::CopyDisk(request) => {
+                return self.accept("copy a disk", |machine| machine.begin_disk_copy(request, answer)).err().map(Err);
+            }
+            Order::CopyDiskCancel(request) => {
+                self.accept("cancel the copy of a disk", |machine| machine.cancel_disk_copy(&request.file))
+            }
             Order::SaveCancel(_) => self.accept("cancel the save", Self::cancel_save_on_request),
             Order::Ready(_) => self.accept("mark the boot as finished", Self::ready_ordered),
             Order::DomainStarts(_)
@@ -138,6 +144,7 @@ impl Machine {
     /// A guest that is paused for a save or a dump goes on first, and in the QEMU that it has.
     fn make_way(&mut self, why: &str) {
         self.cancel_save(why);
+        self.copies.make_way(why);
         self.give_up_hop(why);
         self.end_held_dump(why);
     }

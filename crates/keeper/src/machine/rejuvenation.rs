@@ -362,12 +362,8 @@ impl Machine {
         self.lazy_restore.must_be_complete(what)?;
         self.disks.must_be_complete(what)?;
         self.disks.must_have_space(&self.context, what)?;
-        if self.saves.current.is_some() {
-            let message = format!("cannot {what}: the guest is being saved");
-            return Err(ApiError::new(ErrorWord::WrongState, message)
-                .hint("wait until it has ended, or cancel it with `hearth save --cancel`"));
-        }
-        Ok(())
+        self.copies.must_have_moment(what)?;
+        self.saves.must_be_none(what)
     }
 
     /// Begins a hop: `launched` goes on with it. `may_replace_qemu` allows it.

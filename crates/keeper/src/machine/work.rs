@@ -1,9 +1,23 @@
-//! Progress of long work: how much is done, how fast it goes, and how often that is reported.
+//! Long work beside a guest: how much is done, how fast it goes, how often that is reported, and that the guest comes first.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
+
+use hearth_disk::pressure::Pressure;
 
 /// Time between two progress reports.
 pub const TELL_EVERY: Duration = Duration::from_secs(2);
+
+/// How long a copy of an image waits while the guest uses its disks: at most this long before each piece of 256 KiB.
+const GIVE_WAY_MAX: Duration = Duration::from_millis(5);
+const LOOK_EVERY: Duration = Duration::from_micros(500);
+
+/// Lets the guest use its disks first.
+pub fn give_way(disks: &[Pressure]) {
+    let deadline = Instant::now() + GIVE_WAY_MAX;
+    while Instant::now() < deadline && disks.iter().any(|disk| disk.read(Instant::now()).in_flight > 0) {
+        std::thread::sleep(LOOK_EVERY);
+    }
+}
 
 pub struct Work {
     pub done: u64,

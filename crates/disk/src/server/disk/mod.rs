@@ -126,9 +126,12 @@ impl Disk {
         self.intake.take(&mut self.parts, connection, queue)
     }
 
-    /// Lets waiting requests go on. Returns how long to wait if limits, memory or space are the reason that it ends.
-    pub fn pump(&mut self, connection: &mut Connection) -> Option<Duration> {
-        self.intake.begin_parked(&mut self.parts, connection);
+    /// Lets waiting requests go on. Returns how long to wait if limits, memory or space are the reason that it ends. `held`: none
+    /// begins that has not.
+    pub fn pump(&mut self, connection: &mut Connection, held: bool) -> Option<Duration> {
+        if !held {
+            self.intake.begin_parked(&mut self.parts, connection);
+        }
         let limited = self.parts.go_on(connection);
         let Parts { operations, context, .. } = &mut self.parts;
         let kept = operations.try_kept(context, connection.is_waiting());
@@ -147,12 +150,17 @@ impl Disk {
 
     /// Whether nothing is in flight towards the image, and no request waits for it.
     pub fn is_idle(&self) -> bool {
-        self.parts.operations.is_empty() && self.parts.jobs.is_empty() && self.intake.is_empty()
+        self.is_still() && self.intake.is_empty()
+    }
+
+    /// Whether nothing that has begun may still change the image.
+    pub fn is_still(&self) -> bool {
+        self.parts.operations.is_empty() && self.parts.jobs.is_empty()
     }
 
     /// The image as it is now, on its way into another file. `None`: something is in flight, and would be half in it.
     pub fn freeze(&self, target: File) -> Option<io::Result<Arc<FrozenImage>>> {
-        self.is_idle().then(|| self.parts.operations.image.freeze(target))
+        self.is_still().then(|| self.parts.operations.image.freeze(target))
     }
 
     /// Sets what the next connection's requests are recorded in.

@@ -39,6 +39,7 @@ use hearth_recovery::journal::{MemoryNote, QemuIdentity};
 use hearth_recovery::warm_reboot::{Phase, tracking};
 
 use super::crash_recovery::CrashRecovery;
+use super::disk_copy::DiskCopies;
 use super::disks::Disks;
 use super::fast_remount::FastRemount;
 use super::leftovers::{self, Needed};
@@ -71,6 +72,7 @@ pub struct Attached {
     /// When the dead guest's memory is released, if the domain is still off then.
     release_at: Option<Instant>,
     resets: Resets,
+    copies: DiskCopies,
     /// By a signal, when its dumps are written. Its guest, if it has one, waits for the next keeper.
     is_told_to_end: bool,
 }
@@ -120,6 +122,7 @@ impl Attached {
             next_start: None,
             release_at: None,
             resets: Resets::default(),
+            copies: DiskCopies::default(),
             is_told_to_end: false,
         };
         let version = env!("CARGO_PKG_VERSION").to_owned();
@@ -207,9 +210,10 @@ impl Attached {
     fn handle(&mut self, event: Event) -> Result<(), MachineError> {
         match event {
             Event::Request { command, answer } => {
-                let reply = self.obey(command);
-                // The client may have hung up.
-                let _ = answer.send(reply);
+                if let Some(reply) = self.obey(command, &answer) {
+                    // The client may have hung up.
+                    let _ = answer.send(reply);
+                }
             }
             Event::Terminate => {
                 if self.is_told_to_end {
@@ -223,6 +227,7 @@ impl Attached {
                 return self.qemu_ended(how);
             }
             Event::Disk { disk, notice } => Disks::handle_disk(&self.context, disk, notice),
+            Event::DiskCopy { number, message } => self.copies.handle(&self.context, number, message),
             Event::DiskEnded { disk, why } => return Err(MachineError::DiskEnded { disk, why }),
             Event::Dump { incarnation, message } => {
                 let (context, recovery) = (&mut self.context, &mut self.recovery);

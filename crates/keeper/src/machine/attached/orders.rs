@@ -3,34 +3,51 @@
 use std::time::{Duration, Instant};
 
 use hearth_api::{
-    ApiError, DomainHarvested, ErrorWord, EventKind, MachineState, MachineStatus, Order, QemuStatus, StopRequest,
-    UserfaultStatus,
+    ApiError, CopyDiskRequest, DomainHarvested, ErrorWord, EventKind, MachineState, MachineStatus, Order, QemuStatus,
+    StopRequest, UserfaultStatus,
 };
 
 use super::crash::{self, NextStart};
 use super::{Attached, Life, State};
 use crate::config::ConfigFile;
-use crate::control::{Answer, Command};
+use crate::control::{Answer, Command, Reply};
+use crate::machine::disk_copy::Consistency;
 use crate::machine::state::WAITS_FOR_DUMPS;
 
 /// How long the end of a QEMU may take that libvirt has ended.
 const END_PATIENCE: Duration = Duration::from_secs(5);
 
 impl Attached {
-    pub(super) fn obey(&mut self, command: Command) -> Result<Answer, ApiError> {
-        match command {
+    /// None: a thread is at it, and the answer comes later.
+    pub(super) fn obey(&mut self, command: Command, answer: &Reply) -> Option<Result<Answer, ApiError>> {
+        Some(match command {
             Command::Status => Ok(Answer::Status(Box::new(self.status()))),
             Command::RemountPlan => self
                 .warm_reboot
                 .remount_plan(&self.context, &self.disks)
                 .map(|plan| Answer::RemountPlan(Box::new(plan))),
             Command::Resize { disk } => {
-                self.must_run("resize")?;
-                self.disks.resize(&self.context, &disk).map(Answer::Resized)
+                let may = self.must_run("resize");
+                may.and_then(|()| self.disks.resize(&self.context, &disk)).map(Answer::Resized)
             }
             Command::Age => Err(self.not_ours("show the age of its QEMU", None)),
+            Command::Order(Order::CopyDisk(request)) => {
+                self.record_request("copy a disk");
+                return self.begin_disk_copy(request, answer).err().map(Err);
+            }
             Command::Order(order) => self.execute(order).map(|()| Answer::Accepted),
-        }
+        })
+    }
+
+    /// Has a thread make the copy, which answers. The guest's agent is libvirt's.
+    fn begin_disk_copy(&mut self, request: CopyDiskRequest, answer: &Reply) -> Result<(), ApiError> {
+        self.must_run("copy a disk")?;
+        self.disks.must_have_space(&self.context, "copy a disk")?;
+        let consistency = match request.frozen {
+            true => Consistency::FrozenByCaller,
+            false => Consistency::Crash { why: "nobody has frozen its file systems" },
+        };
+        self.copies.begin(&self.context, &self.disks, request, |_| consistency, answer)
     }
 
     fn execute(&mut self, order: Order) -> Result<(), ApiError> {
@@ -52,6 +69,8 @@ impl Attached {
                 self.fast_remount.ready(&self.context, &self.warm_reboot, &self.disks, "marked by the operator");
                 Ok(())
             }
+            Order::CopyDisk(_) => unreachable!("`obey` takes it"),
+            Order::CopyDiskCancel(request) => self.copies.cancel(&request.file),
             Order::Reboot(_) => Err(self.not_ours("reboot", Some("reboot"))),
             Order::Crash(_) => Err(self.not_ours("crash", Some("inject-nmi"))),
             Order::Dump(_) => Err(self.not_ours("dump", Some("dump --memory-only"))),

@@ -135,6 +135,18 @@ struct Target {
     shares: bool,
 }
 
+impl Saves {
+    /// Refuses while a save is under way.
+    pub(super) fn must_be_none(&self, what: &str) -> Result<(), ApiError> {
+        if self.current.is_none() && self.preparing.is_none() {
+            return Ok(());
+        }
+        let message = format!("cannot {what}: the guest is being saved");
+        Err(ApiError::new(ErrorWord::WrongState, message)
+            .hint("wait until it has ended, or cancel it with `hearth save --cancel`"))
+    }
+}
+
 impl Saving {
     pub fn status(&self) -> SaveStatus {
         self.progress.status()

@@ -35,6 +35,7 @@ impl Machine {
         if self.saves.current.is_some() || self.saves.preparing.is_some() {
             return refuse("cannot save: another save is running", "`hearth status` shows its progress");
         }
+        self.copies.must_be_none("save")?;
         if !self.state.is_undisturbed() {
             let state = self.state.shown().name();
             let why = format!("cannot save: the machine is {state}, or is stopping or rebooting");

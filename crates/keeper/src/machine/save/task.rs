@@ -7,7 +7,7 @@ use std::io;
 use std::path::PathBuf;
 use std::sync::mpsc::Receiver;
 use std::sync::{Arc, Mutex};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use hearth_api::{EventKind, ScanStatus};
 use hearth_disk::image::FrozenImage;
@@ -24,6 +24,7 @@ use hearth_recovery::snapshot::scan::{AccessScan, ScanPlan, Used};
 use hearth_recovery::snapshot::upload::Order;
 use hearth_recovery::snapshot::{DiskPart, Draft, Manifest, RamPart};
 
+use super::super::work::give_way;
 use super::Tell;
 use super::freeze::Freezer;
 use super::progress::{Progress, Reporter};
@@ -59,10 +60,6 @@ pub enum CopyWay {
     Shared(File),
     Frozen(Arc<FrozenImage>),
 }
-
-/// How long a copy of an image waits while the guest uses its disks: at most this long before each piece of 256 KiB.
-const GIVE_WAY_MAX: Duration = Duration::from_millis(5);
-const LOOK_EVERY: Duration = Duration::from_micros(500);
 
 pub struct Task {
     pub draft: Draft,
@@ -315,12 +312,5 @@ impl ImageCopy {
                 Ok(image.bytes())
             }
         }
-    }
-}
-
-fn give_way(disks: &[Pressure]) {
-    let deadline = Instant::now() + GIVE_WAY_MAX;
-    while Instant::now() < deadline && disks.iter().any(|disk| disk.read(Instant::now()).in_flight > 0) {
-        std::thread::sleep(LOOK_EVERY);
     }
 }

@@ -1,0 +1,103 @@
+//! `hearth copy-disk`: a disk of a running machine as it is at one moment.
+//!
+//! The keeper makes the copy. The agent of a libvirt domain's guest is asked here, because nothing in a keeper speaks with libvirt:
+//! frozen -> the keeper takes the moment -> thawed.
+
+use std::path::PathBuf;
+
+use clap::Args;
+use hearth_api::{CopyDiskCancel, CopyDiskRequest, EventKind, EventRecord, MachineState};
+use hearth_libvirt::virsh::{Virsh, VirshError};
+
+use super::order::{cancel_when_interrupted, cut_off, show};
+use super::{CliError, Context, Exit, absolute, words};
+use crate::attachment::Attachment;
+
+#[derive(Debug, Args)]
+pub struct CopyDiskArguments {
+    /// Name of the machine.
+    name: String,
+    /// Name of the disk, as shown by `hearth status`.
+    disk: String,
+    /// File to create; must not exist.
+    file: PathBuf,
+}
+
+pub fn copy(context: &mut Context<'_>, arguments: CopyDiskArguments) -> Result<Exit, CliError> {
+    let CopyDiskArguments { name, disk, file } = arguments;
+    let file = absolute(file);
+    cancel_when_interrupted(context, &name, CopyDiskCancel { file: file.clone() })?;
+    make(context, &name, &disk, file, show)?;
+    Ok(Exit::Done)
+}
+
+/// Has the keeper make the copy, and waits for it. `tell` gets each event meanwhile.
+pub fn make(
+    context: &mut Context<'_>,
+    name: &str,
+    disk: &str,
+    file: PathBuf,
+    tell: fn(&mut Context<'_>, &EventRecord) -> Result<(), CliError>,
+) -> Result<(), CliError> {
+    let mut frozen = FrozenDomain::freeze(context, name)?;
+    let path = file.display().to_string();
+    let request = CopyDiskRequest { disk: disk.to_owned(), file, frozen: frozen.is_some() };
+    let accepted = context.ask(name, |client| client.send(&request))?;
+    let stream = context.client(name).follow(accepted.since).map_err(|error| context.explained(name, error))?;
+    for record in stream {
+        let record = record.map_err(|error| context.explained(name, error))?;
+        if let EventKind::DiskCopyTaken { file, .. } = &record.event
+            && *file == path
+        {
+            // Before anything else, which may wait for whoever reads it.
+            frozen = None;
+        }
+        tell(context, &record)?;
+        match &record.event {
+            EventKind::DiskCopied { file, .. } if *file == path => return Ok(()),
+            failed @ EventKind::DiskCopyFailed { file, .. } if *file == path => {
+                return Err(CliError::Machine { name: name.to_owned(), what: words::describe(failed) });
+            }
+            _ => {}
+        }
+    }
+    drop(frozen);
+    Err(cut_off(context, name))
+}
+
+/// A domain of libvirt whose guest's file systems are frozen. They are thawed when this is dropped.
+struct FrozenDomain {
+    virsh: Virsh,
+    name: String,
+}
+
+impl FrozenDomain {
+    /// None: it is not a domain of libvirt that runs, or its guest's agent does not freeze them.
+    fn freeze(context: &Context<'_>, name: &str) -> Result<Option<Self>, CliError> {
+        let attached = Attachment::of(name);
+        let definition = attached.definition().map_err(|source| CliError::File { path: attached.file(), source })?;
+        if definition.is_none() || context.ask(name, |client| client.status())?.state != MachineState::Running {
+            return Ok(None);
+        }
+        let virsh = Virsh::system();
+        let Err(error) = virsh.freeze(name) else { return Ok(Some(Self { virsh, name: name.to_owned() })) };
+        eprintln!("hearth: {name}: its guest's file systems are not frozen: {}", crate::chain(&error));
+        if let VirshError::Failed { .. } = error {
+            // An agent that answers late has frozen them all the same. One that is not there has not.
+            let _ = virsh.thaw(name);
+        }
+        Ok(None)
+    }
+}
+
+impl Drop for FrozenDomain {
+    fn drop(&mut self) {
+        if let Err(error) = self.virsh.thaw(&self.name) {
+            let name = &self.name;
+            eprintln!(
+                "hearth: {name}: its guest's file systems may stay frozen: {}; thaw them with `virsh domfsthaw {name}`",
+                crate::chain(&error)
+            );
+        }
+    }
+}

@@ -1,0 +1,101 @@
+//! Target: the file of a copy. Until it is complete it has another name, and it is removed if that never comes.
+
+use std::fs::{self, File, OpenOptions};
+use std::io;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{CWD, RenameFlags, renameat_with};
+use rustix::io::Errno;
+
+/// What the name of an incomplete copy ends with.
+pub const PARTIAL: &str = ".partial";
+
+/// The file of a copy that is not complete.
+pub struct Target {
+    pub open: File,
+    path: PathBuf,
+    partial: PathBuf,
+    is_complete: bool,
+}
+
+impl Target {
+    /// The error is for the operator.
+    pub fn create(path: &Path) -> Result<Self, String> {
+        if path.symlink_metadata().is_ok() {
+            return Err(format!("{} exists already", path.display()));
+        }
+        let mut partial = path.as_os_str().to_owned();
+        partial.push(PARTIAL);
+        let partial = PathBuf::from(partial);
+        let open = OpenOptions::new().read(true).write(true).create_new(true).mode(0o600).open(&partial);
+        let open = open.map_err(|error| match error.kind() {
+            io::ErrorKind::AlreadyExists => {
+                format!("{} exists: remove it if no copy to this file runs", partial.display())
+            }
+            _ => format!("cannot make {}: {error}", partial.display()),
+        })?;
+        Ok(Self { open, path: path.to_owned(), partial, is_complete: false })
+    }
+
+    /// The folder that it is in.
+    pub fn folder(&self) -> &Path {
+        self.path.parent().unwrap_or(Path::new("/"))
+    }
+
+    /// Gives the file its name, which nobody else may have taken meanwhile. Its bytes are on the disk already.
+    pub fn complete(mut self) -> io::Result<()> {
+        match renameat_with(CWD, &self.partial, CWD, &self.path, RenameFlags::NOREPLACE) {
+            Ok(()) => self.is_complete = true,
+            // The file system cannot do that (NFS). The partial name is removed at the end.
+            Err(Errno::INVAL) => fs::hard_link(&self.partial, &self.path)?,
+            Err(error) => return Err(error.into()),
+        }
+        File::open(self.folder())?.sync_all()
+    }
+}
+
+impl Drop for Target {
+    fn drop(&mut self) {
+        if !self.is_complete
+            && let Err(error) = fs::remove_file(&self.partial)
+        {
+            tracing::warn!(%error, file = %self.partial.display(), "cannot remove");
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+
+    use super::*;
+
+    #[test]
+    fn file_has_its_name_only_when_complete() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("copy");
+        let names = || fs::read_dir(folder.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect::<Vec<_>>();
+        drop(Target::create(&path).unwrap());
+        assert!(names().is_empty());
+        let mut target = Target::create(&path).unwrap();
+        assert_eq!(names(), ["copy.partial"]);
+        assert!(Target::create(&path).err().unwrap().contains("copy.partial exists"));
+        target.open.write_all(b"all of it").unwrap();
+        target.complete().unwrap();
+        assert_eq!((names(), fs::read(&path).unwrap()), (vec!["copy".into()], b"all of it".to_vec()));
+        assert!(Target::create(&path).err().unwrap().contains("exists already"));
+        assert!(Target::create(Path::new("/no/such/copy")).err().unwrap().contains("No such file"));
+    }
+
+    #[test]
+    fn file_made_meanwhile_is_not_replaced() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("copy");
+        let target = Target::create(&path).unwrap();
+        fs::write(&path, "another").unwrap();
+        assert_eq!(target.complete().unwrap_err().kind(), io::ErrorKind::AlreadyExists);
+        assert_eq!(fs::read_to_string(&path).unwrap(), "another");
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1);
+    }
+}

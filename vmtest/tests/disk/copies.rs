@@ -1,0 +1,325 @@
+//! `hearth copy-disk`: a disk of a running guest, as it is at one moment, while the guest writes to it.
+//!
+//! The guest writes each number first to the disk's end and then to its beginning, and never has two writes in flight. A copy of one
+//! moment has the same number in both, or the end is one ahead. One that is made while the guest goes on has read the beginning long
+//! before the end.
+
+use std::fs;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::Duration;
+
+use hearth_api::EventKind;
+use hearth_vmtest::{Disk, Drives, Error, Mounted, Result, START_AGENT, TestVm, artifacts, images, patience};
+
+use super::{MIB, fill, tool};
+
+const DISK_MIB: usize = 256;
+/// Where the guest writes: the first and the last block.
+const END: u64 = (DISK_MIB * MIB - 4096) as u64;
+/// Numbers what it writes to /dev/vda, and says how far it is. A flush follows each write. Reads keep the disk busy: a copy gives way to
+/// them, and takes long.
+const WRITER: &str = "
+(while dd if=/dev/vda of=/dev/null bs=64k iflag=direct; do :; done) >/dev/null 2>&1 &
+(i=0; end=$(($(cat /sys/block/vda/size) / 8 - 1)); set -e
+while :; do
+  i=$((i+1))
+  printf 'number %08d\\n' $i >/tmp/number
+  dd if=/tmp/number of=/dev/vda bs=4096 seek=$end count=1 conv=notrunc,fsync 2>/dev/null
+  dd if=/tmp/number of=/dev/vda bs=4096 seek=0 count=1 conv=notrunc,fsync 2>/dev/null
+  echo $i >/tmp/written.new; mv /tmp/written.new /tmp/written
+done) >/dev/null 2>&1 &
+";
+
+/// Waits until the writer is this much further than now.
+fn await_writer(vm: &impl Drives, more: u32) -> Result<()> {
+    let wait = format!(
+        "while [ ! -s /tmp/written ]; do sleep 0.05; done; to=$(($(cat /tmp/written) + {more}))
+        while [ $(cat /tmp/written) -lt $to ]; do sleep 0.05; done"
+    );
+    vm.sh_within(&wait, patience(60)).map(drop)
+}
+
+/// The numbers at the beginning and at the end.
+fn numbers(image: &Path) -> (u32, u32) {
+    let file = fs::File::open(image).expect("the copy");
+    let number = |offset| {
+        let mut text = [0; 16];
+        file.read_exact_at(&mut text, offset).expect("the copy is complete");
+        let text = String::from_utf8_lossy(&text).into_owned();
+        text.strip_prefix("number ").and_then(|rest| rest.trim().parse().ok()).unwrap_or_else(|| panic!("{text:?}"))
+    };
+    (number(0), number(END))
+}
+
+/// Fails unless the copy is of one moment, of a guest that writes, and whole. Returns its number.
+#[track_caller]
+fn assert_one_moment(copy: &Path, content: &[u8]) -> u32 {
+    let (first, last) = numbers(copy);
+    assert!(first > 0 && (last == first || last == first + 1), "the copy is of two moments: {first} and {last}");
+    let bytes = fs::read(copy).expect("the copy");
+    let end = END as usize;
+    assert!(bytes.len() == content.len() && bytes[4096..end] == content[4096..end], "the copy has other data");
+    first
+}
+
+/// A guest that writes numbers to a raw image here, or where `folder` is.
+fn writing(name: &str, folder: &Path) -> Result<(TestVm, PathBuf, Vec<u8>)> {
+    let image = folder.join("numbers.img");
+    fill(&image, DISK_MIB * MIB, 3);
+    let content = fs::read(&image).expect("our own image");
+    let vm = TestVm::busybox(name).disk(Disk::in_place(&image).setting("name", "numbers")).boot()?;
+    vm.sh(WRITER)?;
+    await_writer(&vm, 3)?;
+    Ok((vm, image, content))
+}
+
+fn text(path: &Path) -> &str {
+    path.to_str().expect("a path of ours")
+}
+
+fn names_in(folder: &Path) -> Vec<String> {
+    let mut names: Vec<_> = fs::read_dir(folder)
+        .expect("our own folder")
+        .map(|entry| entry.expect("its entries").file_name().to_string_lossy().into_owned())
+        .collect();
+    names.sort();
+    names
+}
+
+/// The event that the moment was taken: whether blocks are shared, and how long the disk was held.
+fn taken(vm: &TestVm) -> Result<(bool, f64, Option<u64>, Option<String>)> {
+    vm.wait_event("a copy", |record| match &record.event {
+        EventKind::DiskCopyTaken { shared, held_ms, file_systems, not_frozen, .. } => {
+            Some((*shared, *held_ms, *file_systems, not_frozen.clone()))
+        }
+        _ => None,
+    })
+}
+
+/// A limit on the disk makes the guest slower than the copy, and a guest that has no agent gets a crash-consistent one.
+#[test]
+fn copy_without_shared_blocks_is_of_one_moment() -> Result<()> {
+    let home = tempfile::tempdir().expect("a folder");
+    let (vm, image, content) = writing("copied", home.path())?;
+    let copy = home.path().join("copy.img");
+    let said = vm.cli(&["copy-disk", "copied", "numbers", text(&copy)])?;
+    assert!(said.contains("crash-consistent") && said.contains("no guest agent"), "{said}");
+    assert!(said.contains(&format!("disk numbers copied to {}", copy.display())), "{said}");
+    let (shared, held_ms, ..) = taken(&vm)?;
+    assert!(!shared && held_ms < 5000.0, "{held_ms}");
+    let number = assert_one_moment(&copy, &content);
+    await_writer(&vm, 3)?;
+    assert!(numbers(&image).0 > number, "the guest has gone on");
+    // What exists is not replaced.
+    let again = vm.cli_output(&["copy-disk", "copied", "numbers", text(&copy)])?;
+    assert!(again.status == 1 && again.text().contains("exists already"), "{}", again.text());
+    assert_eq!(assert_one_moment(&copy, &content), number);
+    assert_eq!(names_in(home.path()), ["copy.img", "numbers.img"]);
+    vm.has_no_disk_errors()
+}
+
+#[test]
+fn copy_shares_blocks_where_it_can() -> Result<()> {
+    let Some(xfs) = Mounted::xfs(1024)? else { return Ok(()) };
+    let (vm, _, content) = writing("shares", xfs.path())?;
+    let (copy, before) = (xfs.path().join("copy.img"), xfs.used_bytes()?);
+    vm.cli(&["copy-disk", "shares", "numbers", text(&copy)])?;
+    assert!(taken(&vm)?.0, "the copy shares its blocks");
+    let grown = xfs.used_bytes()?.saturating_sub(before);
+    assert!(grown < (DISK_MIB * MIB / 8) as u64, "the copy takes {grown} bytes");
+    assert_one_moment(&copy, &content);
+    await_writer(&vm, 3)
+}
+
+#[test]
+fn qcow2_copy_is_whole() -> Result<()> {
+    let said = qcow2_copy("whole", &["convert", "-O", "qcow2"])?;
+    assert!(said.contains("(qcow2)"), "{said}");
+    Ok(())
+}
+
+#[test]
+fn qcow2_copy_names_what_it_lies_over() -> Result<()> {
+    let said = qcow2_copy("overlay", &["create", "-q", "-f", "qcow2", "-F", "raw", "-b"])?;
+    assert!(said.contains("qcow2, over /") && said.contains("base.img, which it needs"), "{said}");
+    Ok(())
+}
+
+/// Copies a qcow2 image that `make` makes of a raw one. Returns what the command said.
+fn qcow2_copy(name: &str, make: &[&str]) -> Result<String> {
+    let home = tempfile::tempdir().expect("a folder");
+    let (base, image) = (home.path().join("base.img"), home.path().join("numbers.qcow2"));
+    fill(&base, DISK_MIB * MIB, 4);
+    let content = fs::read(&base).expect("our own image");
+    tool("qemu-img", &[make, &[text(&base), text(&image)]].concat());
+    let disk = Disk::in_place(&image).setting("name", "numbers").setting("format", "qcow2");
+    let vm = TestVm::busybox(name).disk(disk).boot()?;
+    vm.sh(WRITER)?;
+    await_writer(&vm, 3)?;
+    let (copy, raw) = (home.path().join("copy.qcow2"), home.path().join("raw.img"));
+    let said = vm.cli(&["copy-disk", name, "numbers", text(&copy)])?;
+    tool("qemu-img", &["check", "-q", text(&copy)]);
+    tool("qemu-img", &["convert", "-O", "raw", text(&copy), text(&raw)]);
+    assert_one_moment(&raw, &content);
+    await_writer(&vm, 3)?;
+    Ok(said)
+}
+
+const FILES_WRITER: &str = r#"
+mount -t ext4 /dev/vda /mnt
+(i=0
+while :; do
+  i=$((i+1)); printf 'record %08d\n' $i >>/mnt/records
+  mkdir -p /mnt/$((i % 20)); dd if=/dev/urandom of=/mnt/$((i % 20))/$i bs=16k count=1 2>/dev/null
+  rm -f /mnt/$(((i + 1) % 20))/*
+  sync -f /mnt/records
+  echo $i >/tmp/written.new; mv /tmp/written.new /tmp/written
+done) >/dev/null 2>&1 &
+"#;
+
+/// The copy's file system, after its journal is replayed, has the first so many records and nothing else of them.
+#[track_caller]
+fn assert_records(copy: &Path) {
+    let checked = Command::new("/usr/sbin/e2fsck").args(["-f", "-y"]).arg(copy).output().expect("e2fsck");
+    // 1: it was corrected, as by a replay.
+    assert!(matches!(checked.status.code(), Some(0 | 1)), "{}", String::from_utf8_lossy(&checked.stdout));
+    images::check_ext4(copy, 0).expect("it is clean now");
+    let records = tool("/usr/sbin/debugfs", &["-R", "cat /records", text(copy)]);
+    let records: Vec<_> = records.lines().filter(|line| line.starts_with("record ")).collect();
+    assert!(records.len() > 2, "{records:?}");
+    for (at, record) in records.iter().enumerate() {
+        assert_eq!(*record, format!("record {:08}", at + 1));
+    }
+}
+
+#[test]
+fn crash_consistent_copy_is_repaired_by_its_journal() -> Result<()> {
+    let vm = TestVm::busybox("journal").disk(Disk::ext4(64)).boot()?;
+    vm.sh(FILES_WRITER)?;
+    await_writer(&vm, 3)?;
+    for number in 0..3 {
+        let copy = vm.folder().join(format!("copy-{number}"));
+        vm.cli(&["copy-disk", "journal", "disk0", text(&copy)])?;
+        assert_records(&copy);
+        await_writer(&vm, 2)?;
+    }
+    Ok(())
+}
+
+#[test]
+fn agent_freezes_file_systems_for_the_moment_alone() -> Result<()> {
+    let vm = TestVm::busybox_with_agent("agent").disk(Disk::ext4(64)).boot()?;
+    vm.sh(START_AGENT)?;
+    vm.sh(FILES_WRITER)?;
+    await_writer(&vm, 3)?;
+    let copy = vm.folder().join("copy");
+    let said = vm.cli(&["copy-disk", "agent", "disk0", text(&copy)])?;
+    assert!(said.contains("file systems frozen") && !said.contains("crash-consistent"), "{said}");
+    let (_, _, file_systems, not_frozen) = taken(&vm)?;
+    assert!(file_systems.is_some_and(|count| count > 0) && not_frozen.is_none(), "{file_systems:?} {not_frozen:?}");
+    assert!(!images::ext4_needs_recovery(&copy)?, "a frozen file system has nothing to replay");
+    assert_records(&copy);
+    vm.wait_status("thawed", |status| status.frozen.is_none())?;
+    await_writer(&vm, 3)?;
+    // An agent that does not answer costs consistency, and no more.
+    vm.sh("kill $(cat /run/qemu-ga.pid)")?;
+    let second = vm.folder().join("second");
+    let said = vm.cli(&["copy-disk", "agent", "disk0", text(&second)])?;
+    assert!(said.contains("crash-consistent, as after a power cut (the guest agent"), "{said}");
+    assert_records(&second);
+    await_writer(&vm, 3)
+}
+
+#[test]
+fn refused_or_interrupted_copy_leaves_nothing() -> Result<()> {
+    let home = tempfile::tempdir().expect("a folder");
+    let (vm, ..) = writing("refuses", home.path())?;
+    let refused = |arguments: &[&str], code: i32, why: &str| -> Result<()> {
+        let output = vm.cli_output(&[&["copy-disk"], arguments].concat())?;
+        assert!(
+            output.status == code && output.text().contains(why),
+            "{arguments:?}: {}: {}",
+            output.status,
+            output.text()
+        );
+        Ok(())
+    };
+    let copy = home.path().join("copy");
+    refused(&["nobody", "numbers", text(&copy)], 3, "nobody is not running")?;
+    refused(&["refuses", "other", text(&copy)], 1, "its disks are: numbers")?;
+    refused(&["refuses", "numbers", "/no/such/folder/copy"], 1, "No such file or directory")?;
+    if let Some(small) = Mounted::tmpfs(16)? {
+        let copy = small.path().join("copy");
+        refused(&["refuses", "numbers", text(&copy)], 1, "no space left in")?;
+        assert!(names_in(small.path()).is_empty());
+        // It becomes full while the copy is written.
+        let filler = small.path().join("filler");
+        refused(&["refuses", "numbers", text(&filler)], 1, "no space left")?;
+    }
+    let partial = home.path().join("copy.partial");
+    fs::write(&partial, "of somebody").expect("our own folder");
+    refused(&["refuses", "numbers", text(&copy)], 1, "copy.partial exists")?;
+    assert_eq!(fs::read_to_string(&partial).expect("it is left alone"), "of somebody");
+    fs::remove_file(&partial).expect("our own file");
+
+    // Interrupted.
+    let mut command = hearth(&vm, &["copy-disk", "refuses", "numbers", text(&copy)])?;
+    wait_for("the copy begins", || partial.exists() || copy.exists());
+    interrupt(&command);
+    let status = command.wait().expect("our own child");
+    assert!(!status.success() || copy.exists(), "{status}");
+    if !copy.exists() {
+        assert_eq!(names_in(home.path()), ["numbers.img"]);
+    }
+    vm.has_no_disk_errors()?;
+    await_writer(&vm, 3)
+}
+
+/// Whatever dies during a copy, no file has its name that is not complete, and the guest's disk goes on.
+#[test]
+fn killed_keeper_leaves_no_half_copy_under_its_name() -> Result<()> {
+    let home = tempfile::tempdir().expect("a folder");
+    let (vm, _, content) = writing("dies", home.path())?;
+    let (copy, partial) = (home.path().join("copy"), home.path().join("copy.partial"));
+    let mut command = hearth(&vm, &["copy-disk", "dies", "numbers", text(&copy)])?;
+    wait_for("the copy begins", || partial.exists() || copy.exists());
+    vm.kill_keeper()?;
+    let was_complete = copy.exists();
+    let status = command.wait().expect("our own child");
+    assert!(was_complete || !status.success(), "{status}");
+    if was_complete {
+        assert_one_moment(&copy, &content);
+    }
+    vm.restart_keeper()?;
+    vm.wait_running()?;
+    vm.await_console()?;
+    await_writer(&vm, 3)?;
+    let _ = (fs::remove_file(&partial), fs::remove_file(&copy));
+    vm.cli(&["copy-disk", "dies", "numbers", text(&copy)])?;
+    assert_one_moment(&copy, &content);
+    Ok(())
+}
+
+/// A command that goes on beside the test.
+fn hearth(vm: &TestVm, arguments: &[&str]) -> Result<Child> {
+    let program = artifacts::hearth()?;
+    let mut command = Command::new(&program);
+    command.args(arguments).env("HEARTH_RUNTIME_ROOT", vm.runtime_root());
+    command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::inherit());
+    command.spawn().map_err(|source| Error::Start { program: "hearth".into(), source })
+}
+
+fn interrupt(child: &Child) {
+    let pid = rustix::process::Pid::from_child(child);
+    rustix::process::kill_process(pid, rustix::process::Signal::INT).expect("our own child");
+}
+
+fn wait_for(what: &str, holds: impl Fn() -> bool) {
+    let deadline = std::time::Instant::now() + patience(60);
+    while !holds() {
+        assert!(std::time::Instant::now() < deadline, "{what}: not within {:?}", patience(60));
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
