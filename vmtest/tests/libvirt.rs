@@ -478,7 +478,7 @@ fn assert_records(copy: &Path) {
 
 /// The guest's agent is asked through libvirt. Without one the copy is crash-consistent, and says so.
 #[test]
-fn disk_of_a_domain_is_copied() -> Result<()> {
+fn disk_of_a_domain_is_copied_and_exported() -> Result<()> {
     let images = tempfile::tempdir().expect("a folder");
     std::fs::set_permissions(images.path(), Permissions::from_mode(0o755)).expect("our own folder");
     let image = images.path().join("data.img");
@@ -507,6 +507,20 @@ fn disk_of_a_domain_is_copied() -> Result<()> {
     assert!(!images::ext4_needs_recovery(&path("frozen"))?, "a frozen file system has nothing to replay");
     assert_records(&path("frozen"));
     vm.sh(MORE_RECORDS)?;
+
+    // Served, read, and ended by a signal.
+    let export = format!(
+        "'{}' export backup vda >{out} 2>{out}.err & pid=$!
+         for i in $(seq 600); do [ -s {out} ] && break; sleep 0.1; done
+         qemu-img convert -f raw -O raw \"$(cat {out})\" {out}.img && kill $pid && wait $pid || {{ cat {out}.err; exit 1; }}",
+        artifacts::hearth()?.display(),
+        out = path("export").display()
+    );
+    vm.must(&["sh", "-c", &export], "")?;
+    assert_records(&path("export.img"));
+    vm.sh(MORE_RECORDS)?;
+    let left = vm.must(&["sh", "-c", &format!("ls -A {} /run/hearth/backup", images.path().display())], "")?;
+    assert!(!left.contains(".data.img") && !left.contains("export-"), "{left}");
 
     vm.virsh("destroy", &[])?;
     vm.wait_until("the domain is off", || Ok(vm.status()?.state == MachineState::Stopped))?;

@@ -1,17 +1,20 @@
-//! `hearth copy-disk`: a disk of a running guest, as it is at one moment, while the guest writes to it.
+//! `hearth copy-disk` and `hearth export`: a disk of a running guest, as it is at one moment, while the guest writes to it.
 //!
 //! The guest writes each number first to the disk's end and then to its beginning, and never has two writes in flight. A copy of one
 //! moment has the same number in both, or the end is one ahead. One that is made while the guest goes on has read the beginning long
 //! before the end.
 
 use std::fs;
+use std::io::{BufRead, BufReader, Read};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
 use hearth_api::EventKind;
-use hearth_vmtest::{Disk, Drives, Error, Mounted, Result, START_AGENT, TestVm, artifacts, images, patience};
+use hearth_vmtest::{
+    Disk, Drives, Error, LoopDevice, Mounted, Result, START_AGENT, TestVm, artifacts, images, patience,
+};
 
 use super::{MIB, fill, tool};
 
@@ -130,6 +133,28 @@ fn copy_shares_blocks_where_it_can() -> Result<()> {
     let grown = xfs.used_bytes()?.saturating_sub(before);
     assert!(grown < (DISK_MIB * MIB / 8) as u64, "the copy takes {grown} bytes");
     assert_one_moment(&copy, &content);
+    await_writer(&vm, 3)
+}
+
+#[test]
+fn block_device_is_copied_to_a_file_and_exported() -> Result<()> {
+    let home = tempfile::tempdir().expect("a folder");
+    let image = home.path().join("behind.img");
+    fill(&image, DISK_MIB * MIB, 5);
+    let content = fs::read(&image).expect("our own image");
+    let Some(device) = LoopDevice::over(&image) else { return Ok(()) };
+    let vm = TestVm::busybox("device").disk(Disk::in_place(device.path()).setting("name", "numbers")).boot()?;
+    vm.sh(WRITER)?;
+    await_writer(&vm, 3)?;
+    let (copy, read) = (home.path().join("copy.img"), home.path().join("read.img"));
+    vm.cli(&["copy-disk", "device", "numbers", text(&copy)])?;
+    assert_one_moment(&copy, &content);
+    let mut export = hearth(&vm, &["export", "device", "numbers"])?;
+    let uri = first_line(&mut export);
+    tool("qemu-img", &["convert", "-f", "raw", "-O", "raw", &uri, text(&read)]);
+    assert_one_moment(&read, &content);
+    interrupt(&export);
+    assert!(export.wait().expect("our own child").success());
     await_writer(&vm, 3)
 }
 
@@ -302,6 +327,54 @@ fn killed_keeper_leaves_no_half_copy_under_its_name() -> Result<()> {
     Ok(())
 }
 
+#[test]
+fn export_serves_one_moment_and_leaves_nothing() -> Result<()> {
+    let home = tempfile::tempdir().expect("a folder");
+    let (vm, image, content) = writing("exports", home.path())?;
+    let mut export = hearth(&vm, &["export", "exports", "numbers"])?;
+    let uri = first_line(&mut export);
+    assert!(uri.starts_with("nbd+unix:///?socket=/"), "{uri}");
+    assert_eq!(names_in(home.path()), ["numbers.img"], "what is served has no name");
+    let copy = home.path().join("read.img");
+    await_writer(&vm, 3)?;
+    let read = || {
+        let _ = fs::remove_file(&copy);
+        tool("qemu-img", &["convert", "-f", "raw", "-O", "raw", &uri, text(&copy)]);
+        assert_one_moment(&copy, &content)
+    };
+    let number = read();
+    assert!(numbers(&image).0 > number, "the guest has gone on");
+    assert_eq!(read(), number, "it stays the same");
+    let written = Command::new("qemu-io").args(["-f", "raw", "-c", "write 0 4096", &uri]).output().expect("qemu-io");
+    assert!(!written.status.success() || String::from_utf8_lossy(&written.stderr).contains("ead"), "{written:?}");
+    assert_eq!(read(), number, "nobody can write to it");
+    let socket = PathBuf::from(uri.trim_start_matches("nbd+unix:///?socket="));
+    assert!(socket.exists());
+    interrupt(&export);
+    assert!(export.wait().expect("our own child").success());
+    let sockets = || vm.runtime_files().into_iter().filter(|name| name.starts_with("export-")).collect::<Vec<_>>();
+    assert!(!socket.exists() && sockets().is_empty(), "{:?}", sockets());
+    fs::remove_file(&copy).expect("our own file");
+    assert_eq!(names_in(home.path()), ["numbers.img"]);
+
+    // A command that is killed takes its server along.
+    let mut export = hearth(&vm, &["export", "exports", "numbers"])?;
+    let uri = first_line(&mut export);
+    export.kill().expect("our own child");
+    export.wait().expect("our own child");
+    let is_served = || Command::new("qemu-img").args(["info", &uri]).output().is_ok_and(|info| info.status.success());
+    wait_for("its server ends", || !is_served());
+    assert_eq!(names_in(home.path()), ["numbers.img"]);
+    // The next one removes the socket that it left.
+    let mut export = hearth(&vm, &["export", "exports", "numbers"])?;
+    first_line(&mut export);
+    interrupt(&export);
+    assert!(export.wait().expect("our own child").success() && sockets().is_empty(), "{:?}", sockets());
+    let other = vm.cli_output(&["export", "exports", "other"])?;
+    assert!(other.status == 1 && other.text().contains("its disks are: numbers"), "{}", other.text());
+    await_writer(&vm, 3)
+}
+
 /// A command that goes on beside the test.
 fn hearth(vm: &TestVm, arguments: &[&str]) -> Result<Child> {
     let program = artifacts::hearth()?;
@@ -314,6 +387,13 @@ fn hearth(vm: &TestVm, arguments: &[&str]) -> Result<Child> {
 fn interrupt(child: &Child) {
     let pid = rustix::process::Pid::from_child(child);
     rustix::process::kill_process(pid, rustix::process::Signal::INT).expect("our own child");
+}
+
+fn first_line(child: &mut Child) -> String {
+    let mut line = String::new();
+    let output = child.stdout.as_mut().expect("it is piped").by_ref();
+    BufReader::new(output).read_line(&mut line).expect("it writes text");
+    line.trim().to_owned()
 }
 
 fn wait_for(what: &str, holds: impl Fn() -> bool) {

@@ -30,7 +30,7 @@ const LOST: [(&str, &str); 5] = [
     ("live migration", "nothing"),
     (
         "snapshots, backup and block jobs of the disks (snapshot-create, backup-begin, blockcopy)",
-        "`hearth copy-disk NAME DISK FILE`",
+        "`hearth copy-disk NAME DISK FILE` and `hearth export NAME DISK`",
     ),
     ("blockresize", "resize the image, then `hearth resize NAME DISK`"),
     ("blkdeviotune", "mib_per_second and iops of the disk in the machine's file, from the domain's next start on"),

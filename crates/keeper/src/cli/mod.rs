@@ -37,6 +37,7 @@ mod disk_copy;
 mod dump;
 mod events;
 mod explain;
+mod export;
 mod fast_remount;
 mod hook;
 mod host;
@@ -324,6 +325,15 @@ enum Verb {
     /// systems stay frozen because this command was killed with -9, `virsh domfsthaw NAME` thaws those of a libvirt domain.
     #[command(after_help = "Example: hearth copy-disk web root /srv/backup/root.img")]
     CopyDisk(disk_copy::CopyDiskArguments),
+    /// Serve a disk of a running machine, as it is at one moment, over NBD.
+    ///
+    /// Takes a copy as `copy-disk` does, and serves it read-only with qemu-nbd (Debian: qemu-utils) at a unix socket, whose
+    /// address is printed. The copy is beside the image, or in $TMPDIR (default: /var/tmp) for a block device. Both end with this
+    /// command, by Ctrl-C or SIGTERM.
+    #[command(
+        after_help = "Example: hearth export web root    (elsewhere: nbdcopy 'nbd+unix:///?socket=...' root.img)"
+    )]
+    Export(export::ExportArguments),
     /// Mark a machine's boot as finished.
     ///
     /// The blocks that the guest has read from its disks since its reset stay in memory for its next boot. This is for
@@ -621,6 +631,7 @@ fn perform(verb: Verb, json: bool, root: Option<PathBuf>, out: &mut dyn Write) -
         Verb::Age(NameArgument { name }) => age::show(context, &name),
         Verb::Save(arguments) => save::save(context, arguments),
         Verb::CopyDisk(arguments) => disk_copy::copy(context, arguments),
+        Verb::Export(arguments) => export::export(context, arguments),
         Verb::Ready(NameArgument { name }) => fast_remount::ready(context, &name),
         Verb::RemountPlan { machine, list } => fast_remount::show(context, &machine.name, list),
         Verb::Events { machine, follow, since } => events::show(context, &machine.name, since, follow),

@@ -194,6 +194,7 @@ fn every_verb_is_parsed_as_documented() {
         "import web",
         "import web --folder /srv/web --json",
         "copy-disk web root /srv/root.img --json",
+        "export web root --json",
         "detach web",
         "host",
         "hook web prepare begin -",
