@@ -3,6 +3,7 @@
 //! Each call is one process. What virsh says when it fails is the error.
 
 use std::io::{self, BufRead, BufReader, Read, Write};
+use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Child, Command, ExitStatus, Output, Stdio};
 use std::time::{Duration, Instant};
@@ -140,6 +141,8 @@ impl Virsh {
     fn run_briefly(&self, arguments: &[&str]) -> Result<(), VirshError> {
         let mut command = self.command(arguments);
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
+        // Ctrl-C must not cut off a thaw.
+        command.process_group(0);
         let mut virsh = command.spawn().map_err(failed)?;
         if end_within(&mut virsh, FREEZE_PATIENCE).map_err(VirshError::Run)?.is_none() {
             let said = format!("no answer from the guest's agent for {FREEZE_PATIENCE:?}");

@@ -3,15 +3,21 @@
 //! The keeper makes the copy. The agent of a libvirt domain's guest is asked here, because nothing in a keeper speaks with libvirt:
 //! frozen -> the keeper takes the moment -> thawed.
 
+use std::io;
 use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
 use clap::Args;
 use hearth_api::{CopyDiskCancel, CopyDiskRequest, EventKind, EventRecord, MachineState};
 use hearth_libvirt::virsh::{Virsh, VirshError};
+use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::iterator::Signals;
 
-use super::order::{cancel_when_interrupted, cut_off, show};
+use super::order::{cut_off, show};
 use super::{CliError, Context, Exit, absolute, words};
 use crate::attachment::Attachment;
+use crate::client::Client;
 
 #[derive(Debug, Args)]
 pub struct CopyDiskArguments {
@@ -26,8 +32,8 @@ pub struct CopyDiskArguments {
 pub fn copy(context: &mut Context<'_>, arguments: CopyDiskArguments) -> Result<Exit, CliError> {
     let CopyDiskArguments { name, disk, file } = arguments;
     let file = absolute(file);
-    cancel_when_interrupted(context, &name, CopyDiskCancel { file: file.clone() })?;
-    make(context, &name, &disk, file, show)?;
+    let interrupts = Interrupts::listen(context.client(&name), file.clone()).map_err(CliError::Signals)?;
+    make(context, &name, &disk, file, &interrupts, show)?;
     Ok(Exit::Done)
 }
 
@@ -37,9 +43,13 @@ pub fn make(
     name: &str,
     disk: &str,
     file: PathBuf,
+    interrupts: &Interrupts,
     tell: fn(&mut Context<'_>, &EventRecord) -> Result<(), CliError>,
 ) -> Result<(), CliError> {
     let mut frozen = FrozenDomain::freeze(context, name)?;
+    if interrupts.came() {
+        return Err(CliError::Machine { name: name.to_owned(), what: "the copy was interrupted".to_owned() });
+    }
     let path = file.display().to_string();
     let request = CopyDiskRequest { disk: disk.to_owned(), file, frozen: frozen.is_some() };
     let accepted = context.ask(name, |client| client.send(&request))?;
@@ -54,7 +64,10 @@ pub fn make(
         }
         tell(context, &record)?;
         match &record.event {
-            EventKind::DiskCopied { file, .. } if *file == path => return Ok(()),
+            EventKind::DiskCopied { file, .. } if *file == path => {
+                interrupts.is_copied.store(true, Relaxed);
+                return Ok(());
+            }
             failed @ EventKind::DiskCopyFailed { file, .. } if *file == path => {
                 return Err(CliError::Machine { name: name.to_owned(), what: words::describe(failed) });
             }
@@ -63,6 +76,40 @@ pub fn make(
     }
     drop(frozen);
     Err(cut_off(context, name))
+}
+
+/// SIGINT and SIGTERM, which cancel the copy to a file. A third one ends the process at once; before that a guest's file systems may
+/// have to be thawed.
+pub struct Interrupts {
+    came: Arc<AtomicBool>,
+    is_copied: Arc<AtomicBool>,
+}
+
+impl Interrupts {
+    pub fn listen(client: Client, file: PathBuf) -> io::Result<Self> {
+        let mut signals = Signals::new([SIGINT, SIGTERM])?;
+        let [came, is_copied] = [(); 2].map(|()| Arc::new(AtomicBool::new(false)));
+        let (has_come, has_copied) = (came.clone(), is_copied.clone());
+        let listen = move || {
+            for (nth, signal) in signals.forever().enumerate() {
+                has_come.store(true, Relaxed);
+                if !has_copied.load(Relaxed) {
+                    // A copy that has not begun or has just ended cannot be cancelled.
+                    let _ = client.send(&CopyDiskCancel { file: file.clone() });
+                }
+                if nth > 1 {
+                    let _ = signal_hook::low_level::emulate_default_handler(signal);
+                }
+            }
+        };
+        std::thread::Builder::new().name("interrupts".into()).spawn(listen)?;
+        Ok(Self { came, is_copied })
+    }
+
+    /// Whether one has come.
+    pub fn came(&self) -> bool {
+        self.came.load(Relaxed)
+    }
 }
 
 /// A domain of libvirt whose guest's file systems are frozen. They are thawed when this is dropped.

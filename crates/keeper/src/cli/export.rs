@@ -11,19 +11,15 @@ use std::io::{self, Read};
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
 use clap::Args;
-use hearth_api::{CopyDiskCancel, EventRecord};
+use hearth_api::EventRecord;
 use serde::Serialize;
 use serde_json::Value;
-use signal_hook::consts::{SIGINT, SIGTERM};
-use signal_hook::iterator::Signals;
 
+use super::disk_copy::{Interrupts, make};
 use super::{CliError, Context, Exit, events};
-use crate::client::Client;
 
 const PROGRAM: &str = "qemu-nbd";
 const SOCKET_PREFIX: &str = "export-";
@@ -57,14 +53,11 @@ pub fn export(context: &mut Context<'_>, arguments: ExportArguments) -> Result<E
     let config = context.ask(&name, |client| client.config())?;
     let (image, format) = image_of(&config, &disk).map_err(failed)?;
     let copy = Copy::beside(&image).map_err(failed)?;
-    let is_copied = Arc::new(AtomicBool::new(false));
-    let is_over =
-        end_on_signals(context.client(&name), copy.0.clone(), is_copied.clone()).map_err(CliError::Signals)?;
-    super::disk_copy::make(context, &name, &disk, copy.0.clone(), tell_progress)?;
-    is_copied.store(true, Relaxed);
+    let interrupts = Interrupts::listen(context.client(&name), copy.0.clone()).map_err(CliError::Signals)?;
+    make(context, &name, &disk, copy.0.clone(), &interrupts, tell_progress)?;
     let socket = Socket::of_this_command(&context.root.machine(&name));
     let mut server = start(&copy.0, &format, &socket).map_err(failed)?;
-    wait_ready(&mut server, &socket.ready(), &is_over).map_err(failed)?;
+    wait_ready(&mut server, &socket.ready(), &interrupts).map_err(failed)?;
     drop(copy);
     let uri = format!("nbd+unix:///?socket={}", socket.0.display());
     if context.json {
@@ -75,35 +68,14 @@ pub fn export(context: &mut Context<'_>, arguments: ExportArguments) -> Result<E
     let ended = loop {
         match server.0.try_wait()? {
             Some(status) => break Some(status),
-            None if is_over.load(Relaxed) => break None,
+            None if interrupts.came() => break None,
             None => std::thread::sleep(LOOK_EVERY),
         }
     };
-    match ended.filter(|_| !is_over.load(Relaxed)) {
+    match ended.filter(|_| !interrupts.came()) {
         None => Ok(Exit::Done),
         Some(status) => Err(failed(format!("{PROGRAM} has ended ({status}){}", said(&mut server.0)))),
     }
-}
-
-/// What the first signal sets, which also cancels the copy to this file unless that is complete. A third one ends the process at once.
-fn end_on_signals(client: Client, file: PathBuf, is_copied: Arc<AtomicBool>) -> io::Result<Arc<AtomicBool>> {
-    let mut signals = Signals::new([SIGINT, SIGTERM])?;
-    let is_over = Arc::new(AtomicBool::new(false));
-    let is_over_now = is_over.clone();
-    let listen = move || {
-        for (nth, signal) in signals.forever().enumerate() {
-            is_over_now.store(true, Relaxed);
-            if !is_copied.load(Relaxed) {
-                // A copy that has just ended cannot be cancelled, and need not be.
-                let _ = client.send(&CopyDiskCancel { file: file.clone() });
-            }
-            if nth > 1 {
-                let _ = signal_hook::low_level::emulate_default_handler(signal);
-            }
-        }
-    };
-    std::thread::Builder::new().name("interrupts".into()).spawn(listen)?;
-    Ok(is_over)
 }
 
 /// Standard output is for the address alone.
@@ -207,11 +179,11 @@ fn start(copy: &Path, format: &str, socket: &Socket) -> Result<Server, String> {
     command.spawn().map(Server).map_err(|error| format!("cannot run setpriv, which runs {PROGRAM}: {error}"))
 }
 
-fn wait_ready(server: &mut Server, ready: &Path, is_over: &AtomicBool) -> Result<(), String> {
+fn wait_ready(server: &mut Server, ready: &Path, interrupts: &Interrupts) -> Result<(), String> {
     let deadline = Instant::now() + START_PATIENCE;
     while !ready.exists() {
         match server.0.try_wait() {
-            Ok(None) if is_over.load(Relaxed) => return Err("it was interrupted".to_owned()),
+            Ok(None) if interrupts.came() => return Err("it was interrupted".to_owned()),
             Ok(None) if Instant::now() < deadline => std::thread::sleep(LOOK_EVERY),
             Ok(None) => return Err(format!("{PROGRAM} does not serve within {START_PATIENCE:?}")),
             Ok(Some(status)) => {

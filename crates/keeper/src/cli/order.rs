@@ -5,11 +5,11 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use hearth_api::{
-    Accepted, Call, CrashMethod, CrashRequest, DumpDiscard, DumpRequest, DumpResume, EndCause, EventKind, EventRecord,
+    Accepted, CrashMethod, CrashRequest, DumpDiscard, DumpRequest, DumpResume, EndCause, EventKind, EventRecord,
     MachineState, RebootRequest, RejuvenateRequest, SaveCancel, SaveRequest, SaveThen, StopRequest,
 };
 
-use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::consts::SIGINT;
 use signal_hook::iterator::Signals;
 
 use crate::check::life;
@@ -164,23 +164,19 @@ pub fn save(context: &mut Context<'_>, name: &str, request: &SaveRequest, wait: 
     let accepted = context.ask(name, |client| client.send(request))?;
     let goal = if request.then == SaveThen::Stop { Goal::SavedAndStopped } else { Goal::Saved };
     if wait {
-        cancel_when_interrupted(context, name, SaveCancel {})?;
+        cancel_when_interrupted(context, name)?;
     }
     conclude(context, name, accepted, wait.then_some(goal))
 }
 
-/// Ctrl-C cancels the work and waits for its end; a second Ctrl-C exits at once.
-pub(super) fn cancel_when_interrupted(
-    context: &Context<'_>,
-    name: &str,
-    cancel: impl Call + Send + 'static,
-) -> Result<(), CliError> {
+/// Ctrl-C cancels the save and waits for its end; a second Ctrl-C exits at once.
+fn cancel_when_interrupted(context: &Context<'_>, name: &str) -> Result<(), CliError> {
     let client = context.client(name);
-    let mut signals = Signals::new([SIGINT, SIGTERM]).map_err(CliError::Signals)?;
+    let mut signals = Signals::new([SIGINT]).map_err(CliError::Signals)?;
     let listen = move || {
         for (nth, signal) in signals.forever().enumerate() {
-            // What has ended cannot be cancelled, and need not be.
-            if nth > 0 || client.send(&cancel).is_err() {
+            // A save that has ended cannot be cancelled, and need not be.
+            if nth > 0 || client.send(&SaveCancel {}).is_err() {
                 let _ = signal_hook::low_level::emulate_default_handler(signal);
             }
         }
