@@ -347,6 +347,9 @@ impl<'a, 'i> Domain<'a, 'i> {
         if !matches!(self.root.attribute("type"), Some("kvm" | "qemu")) {
             refuse("it is not a QEMU domain", "");
         }
+        if self.name().bytes().all(|byte| byte.is_ascii_digit()) {
+            refuse("virsh takes its name for the number of a running domain", "rename it: virsh domrename");
+        }
         let arch = self.child("os").and_then(|os| attribute_of(os, "type", "arch"));
         if arch.is_some_and(|arch| arch != "x86_64") {
             refuse("its processor is not an x86_64 one", "");

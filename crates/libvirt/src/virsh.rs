@@ -11,6 +11,8 @@ use std::time::{Duration, Instant};
 const STANDARD_INPUT: &str = "/dev/stdin";
 /// What virsh calls a domain whose guest has crashed, and whose QEMU is kept.
 const CRASHED: &str = "crashed";
+/// What it calls one whose QEMU has died, with the reason.
+const DIED: [&str; 2] = ["shut off (crashed)", "shut off (failed)"];
 /// How long a guest's agent may take to freeze or thaw.
 const FREEZE_PATIENCE: Duration = Duration::from_secs(10);
 const LOOK_EVERY: Duration = Duration::from_millis(10);
@@ -22,7 +24,7 @@ pub struct Virsh {
 }
 
 /// What happens to a guest, as libvirt reports it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum DomainEvent {
     /// It is reset inside its QEMU.
     Reset,
@@ -99,23 +101,34 @@ impl Virsh {
         if status.success() { Ok(()) } else { Err(VirshError::Failed { what: what(), said: error_of(&said) }) }
     }
 
-    /// Calls `tell` with each domain to whose guest something happens. Returns when virsh ends, which it does with libvirt's daemon.
-    pub fn follow(&self, mut tell: impl FnMut(&str, DomainEvent)) -> Result<(), VirshError> {
-        // It takes one kind of event, or all.
-        let mut command = self.command(&["event", "--all", "--loop"]);
+    /// Calls `tell` with each domain to whose guest this happens. Returns when virsh ends, which it does with libvirt's daemon.
+    pub fn follow(&self, event: DomainEvent, mut tell: impl FnMut(&str)) -> Result<(), VirshError> {
+        // Other kinds of events have words of QEMU's, which could look like another domain's event.
+        let kind = match event {
+            DomainEvent::Reset => "reboot",
+            DomainEvent::Crashed => "lifecycle",
+        };
+        let mut command = self.command(&["event", "--event", kind, "--loop"]);
         let mut virsh = command.stdin(Stdio::null()).stdout(Stdio::piped()).spawn().map_err(failed)?;
-        let lines = virsh.stdout.take().map(BufReader::new).into_iter().flat_map(BufRead::lines);
-        lines.map_while(Result::ok).for_each(|line| {
-            if let Some((domain, event)) = event_in(&line) {
-                tell(domain, event);
-            }
+        let lines = virsh.stdout.take().map(BufReader::new).into_iter().flat_map(|lines| lines.split(b'\n'));
+        lines.map_while(Result::ok).for_each(|line| match event_in(&String::from_utf8_lossy(&line)) {
+            Some((domain, happened)) if happened == event => tell(domain),
+            _ => {}
         });
+        // Fails if it has ended, as it should have.
+        let _ = virsh.kill();
         virsh.wait().map(drop).map_err(VirshError::Run)
     }
 
     /// Whether the domain's guest has crashed, and its QEMU is kept.
     pub fn is_crashed(&self, domain: &str) -> Result<bool, VirshError> {
         self.state(domain).map(|state| state == CRASHED)
+    }
+
+    /// Whether the domain is off because its QEMU has died.
+    pub fn has_died(&self, domain: &str) -> Result<bool, VirshError> {
+        let state = self.run(&["domstate", "--reason", domain])?;
+        Ok(DIED.contains(&state.trim()))
     }
 
     /// What the domain is doing: `running`, `shut off`.
@@ -145,8 +158,7 @@ impl Virsh {
         command.process_group(0);
         let mut virsh = command.spawn().map_err(failed)?;
         if end_within(&mut virsh, FREEZE_PATIENCE).map_err(VirshError::Run)?.is_none() {
-            let said = format!("no answer from the guest's agent for {FREEZE_PATIENCE:?}");
-            return Err(VirshError::Failed { what: arguments.join(" "), said });
+            return Err(VirshError::Silent { what: arguments.join(" "), patience: FREEZE_PATIENCE });
         }
         judged(arguments, virsh.wait_with_output().map_err(VirshError::Run)?).map(drop)
     }

@@ -7,17 +7,22 @@ use std::io;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::time::Duration;
 
 use clap::Args;
 use hearth_api::{CopyDiskCancel, CopyDiskRequest, EventKind, EventRecord, MachineState};
 use hearth_libvirt::virsh::{Virsh, VirshError};
-use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM};
 use signal_hook::iterator::Signals;
 
 use super::order::{cut_off, show};
 use super::{CliError, Context, Exit, absolute, words};
 use crate::attachment::Attachment;
 use crate::client::Client;
+
+/// Attempts to thaw a guest, each with libvirt's own patience, and the pause between two.
+const THAWS: u32 = 6;
+const THAW_AGAIN: Duration = Duration::from_secs(1);
 
 #[derive(Debug, Args)]
 pub struct CopyDiskArguments {
@@ -78,7 +83,7 @@ pub fn make(
     Err(cut_off(context, name))
 }
 
-/// SIGINT and SIGTERM, which cancel the copy to a file. A third one ends the process at once; before that a guest's file systems may
+/// Signals that cancel the copy to a file. A third one ends the process at once; before that a guest's file systems may
 /// have to be thawed.
 pub struct Interrupts {
     came: Arc<AtomicBool>,
@@ -87,7 +92,7 @@ pub struct Interrupts {
 
 impl Interrupts {
     pub fn listen(client: Client, file: PathBuf) -> io::Result<Self> {
-        let mut signals = Signals::new([SIGINT, SIGTERM])?;
+        let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP, SIGQUIT])?;
         let [came, is_copied] = [(); 2].map(|()| Arc::new(AtomicBool::new(false)));
         let (has_come, has_copied) = (came.clone(), is_copied.clone());
         let listen = move || {
@@ -127,19 +132,31 @@ impl FrozenDomain {
             return Ok(None);
         }
         let virsh = Virsh::system();
-        let Err(error) = virsh.freeze(name) else { return Ok(Some(Self { virsh, name: name.to_owned() })) };
+        let domain = |virsh| Self { virsh, name: name.to_owned() };
+        let Err(error) = virsh.freeze(name) else { return Ok(Some(domain(virsh))) };
         eprintln!("hearth: {name}: its guest's file systems are not frozen: {}", crate::chain(&error));
-        if let VirshError::Failed { .. } = error {
-            // An agent that answers late has frozen them all the same. One that is not there has not.
-            let _ = virsh.thaw(name);
+        // An agent that answers late freezes them all the same. In any other case nothing is frozen, or somebody else needs it.
+        if let VirshError::Silent { .. } = error {
+            drop(domain(virsh));
         }
         Ok(None)
+    }
+
+    /// libvirt may be busy with the freeze for some time.
+    fn thaw(&self) -> Result<(), VirshError> {
+        for _ in 1..THAWS {
+            match self.virsh.thaw(&self.name) {
+                Ok(()) => return Ok(()),
+                Err(_) => std::thread::sleep(THAW_AGAIN),
+            }
+        }
+        self.virsh.thaw(&self.name)
     }
 }
 
 impl Drop for FrozenDomain {
     fn drop(&mut self) {
-        if let Err(error) = self.virsh.thaw(&self.name) {
+        if let Err(error) = self.thaw() {
             let name = &self.name;
             eprintln!(
                 "hearth: {name}: its guest's file systems may stay frozen: {}; thaw them with `virsh domfsthaw {name}`",

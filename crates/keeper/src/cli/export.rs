@@ -193,6 +193,10 @@ fn wait_ready(server: &mut Server, ready: &Path, interrupts: &Interrupts) -> Res
             Err(error) => return Err(error.to_string()),
         }
     }
+    // It would wait for ever to report the next client if nobody read what it says.
+    if let Some(mut said) = server.0.stderr.take() {
+        std::thread::spawn(move || drop(io::copy(&mut said, &mut io::stderr())));
+    }
     Ok(())
 }
 

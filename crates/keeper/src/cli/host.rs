@@ -3,17 +3,18 @@
 //! - A guest was reset: its keeper is told. Without that, blocks are copied as far as the budget allows, and with it they are moved.
 //! - A guest has crashed, and libvirt keeps its QEMU: `recovery`. Without that, it stands still until somebody ends it.
 //!
-//! What it missed while it did not run it finds at its start, and whenever libvirt's daemon has been started again.
+//! Crashes that it missed, and ways back that ended early, it finds when it looks at all domains: at its start, and from time to time.
 
 mod pipe;
 mod recovery;
 
 use std::collections::HashMap;
-use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread;
 use std::time::Duration;
 
-use hearth_api::DomainReset;
+use hearth_api::{DomainReset, MachineState};
 use hearth_libvirt::virsh::{DomainEvent, Virsh, VirshError};
 
 use super::{CliError, Exit};
@@ -24,98 +25,119 @@ use recovery::Recovery;
 
 /// Pause before virsh is started again. It ends when libvirt's daemon does.
 const PAUSE: Duration = Duration::from_secs(1);
+/// Time between two looks at all domains.
+const LOOK_EVERY: Duration = Duration::from_secs(30);
 
 /// What the daemon's threads share.
 struct Host {
     root: RuntimeRoot,
-    /// Domains that a thread is looking after, and whether it is to look again.
-    busy: Mutex<HashMap<String, bool>>,
+    /// Domains that a thread is busy with because of such an event, and whether there was another one since.
+    busy: Mutex<HashMap<(String, DomainEvent), bool>>,
 }
 
 /// Runs until it is killed.
 pub fn follow(root: &RuntimeRoot) -> Result<Exit, CliError> {
     let host = Arc::new(Host { root: root.clone(), busy: Mutex::default() });
-    loop {
-        let has_ended = Arc::new(AtomicBool::new(false));
-        host.look_at_all_unless(&has_ended);
-        match Virsh::system().follow(|domain, event| host.handle(domain, event)) {
-            Err(error @ VirshError::Missing) => return Err(error.into()),
-            Err(error) => tracing::warn!(%error, "cannot follow libvirt's events; trying again"),
-            Ok(()) => tracing::info!("libvirt's events have ended; trying again"),
-        }
-        has_ended.store(true, Relaxed);
-        std::thread::sleep(PAUSE);
+    for begin in [Host::follow_resets as fn(&Arc<Host>), Host::look_at_all] {
+        let host = host.clone();
+        thread::spawn(move || begin(&host));
     }
+    Err(host.follow(DomainEvent::Crashed).into())
 }
 
 impl Host {
+    /// Returns only if there is no virsh.
+    fn follow(self: &Arc<Self>, event: DomainEvent) -> VirshError {
+        loop {
+            match Virsh::system().follow(event, |domain| self.handle(domain, event)) {
+                Err(error @ VirshError::Missing) => return error,
+                Err(error) => tracing::warn!(%error, "cannot follow libvirt's events; trying again"),
+                Ok(()) => tracing::info!("libvirt's events have ended; trying again"),
+            }
+            thread::sleep(PAUSE);
+        }
+    }
+
+    fn follow_resets(self: &Arc<Self>) {
+        // The other follower says so, too.
+        let _missing = self.follow(DomainEvent::Reset);
+    }
+
+    /// Looks after the domains whose keepers say that they need it, once virsh has had time to follow their events.
+    fn look_at_all(self: &Arc<Self>) {
+        thread::sleep(PAUSE);
+        // A killed daemon may have left a pipe that libvirt waits for, or a start that nobody has made.
+        for domain in Attachment::names() {
+            pipe::let_go(&self.root.machine(&domain));
+            self.handle(&domain, DomainEvent::Crashed);
+        }
+        loop {
+            thread::sleep(LOOK_EVERY);
+            for domain in Attachment::names() {
+                let state = Client::new(self.root.api_socket(&domain)).status().map(|status| status.state);
+                if let Ok(MachineState::Paused | MachineState::Recovering) = state {
+                    self.handle(&domain, DomainEvent::Crashed);
+                }
+            }
+        }
+    }
+
+    /// Has a thread do what follows from an event, because any step may take long. One at a time for each domain and kind of event.
     fn handle(self: &Arc<Self>, domain: &str, event: DomainEvent) {
         if !Attachment::of(domain).file().exists() {
             return;
         }
-        match event {
-            DomainEvent::Reset => self.tell_reset(domain),
-            DomainEvent::Crashed => self.look_after(domain),
-        }
-    }
-
-    fn tell_reset(&self, domain: &str) {
-        let (client, domain) = (Client::new(self.root.api_socket(domain)), domain.to_owned());
-        // The keeper answers when the guest goes on.
-        std::thread::spawn(move || match client.send(&DomainReset {}) {
-            Ok(_) | Err(ClientError::NotRunning { .. }) => {}
-            Err(error) => tracing::warn!(domain, error = crate::chain(&error), "cannot tell the keeper of a reset"),
-        });
-    }
-
-    /// Looks after all domains, once virsh has had time to follow their events, and if it still does.
-    fn look_at_all_unless(self: &Arc<Self>, has_ended: &Arc<AtomicBool>) {
-        let (host, has_ended) = (self.clone(), has_ended.clone());
-        std::thread::spawn(move || {
-            std::thread::sleep(PAUSE);
-            if has_ended.load(Relaxed) {
-                return;
-            }
-            for domain in Attachment::names() {
-                pipe::let_go(&host.root.machine(&domain));
-                host.look_after(&domain);
-            }
-        });
-    }
-
-    /// Brings the domain back if its guest has crashed. On a thread of its own, because any step may take long.
-    fn look_after(self: &Arc<Self>, domain: &str) {
+        let key = (domain.to_owned(), event);
         let mut busy = self.busy();
-        if let Some(again) = busy.get_mut(domain) {
+        if let Some(again) = busy.get_mut(&key) {
             *again = true;
             return;
         }
-        busy.insert(domain.to_owned(), false);
+        busy.insert(key.clone(), false);
         drop(busy);
-        let (host, domain) = (self.clone(), domain.to_owned());
-        std::thread::spawn(move || {
+        let (host, of_thread) = (self.clone(), key.clone());
+        let begun = thread::Builder::new().spawn(move || {
             loop {
-                if let Err(error) = Recovery::of(&host.root, &domain).run() {
-                    tracing::warn!(domain, error = crate::chain(&error), "cannot bring the domain back");
-                }
-                if !host.is_needed_again(&domain) {
+                let (domain, event) = &of_thread;
+                // A panic has said why.
+                let _ = catch_unwind(AssertUnwindSafe(|| host.act(domain, *event)));
+                if !host.is_needed_again(&of_thread) {
                     return;
                 }
             }
         });
+        if let Err(error) = begun {
+            tracing::warn!(domain, %error, "cannot start a thread");
+            self.busy().remove(&key);
+        }
     }
 
-    /// Whether a domain's guest has crashed once more since its thread has begun. If not, the thread ends.
-    fn is_needed_again(&self, domain: &str) -> bool {
+    fn act(&self, domain: &str, event: DomainEvent) {
+        match event {
+            // The keeper answers when the guest goes on.
+            DomainEvent::Reset => match Client::new(self.root.api_socket(domain)).send(&DomainReset {}) {
+                Ok(_) | Err(ClientError::NotRunning { .. }) => {}
+                Err(error) => tracing::warn!(domain, error = crate::chain(&error), "cannot tell the keeper of a reset"),
+            },
+            DomainEvent::Crashed => {
+                if let Err(error) = Recovery::of(&self.root, domain).run() {
+                    tracing::warn!(domain, error = crate::chain(&error), "cannot bring the domain back");
+                }
+            }
+        }
+    }
+
+    /// Whether there was another such event since the thread has begun. If not, the thread ends.
+    fn is_needed_again(&self, key: &(String, DomainEvent)) -> bool {
         let mut busy = self.busy();
-        let again = busy.get_mut(domain).is_some_and(std::mem::take);
+        let again = busy.get_mut(key).is_some_and(std::mem::take);
         if !again {
-            busy.remove(domain);
+            busy.remove(key);
         }
         again
     }
 
-    fn busy(&self) -> MutexGuard<'_, HashMap<String, bool>> {
+    fn busy(&self) -> MutexGuard<'_, HashMap<(String, DomainEvent), bool>> {
         self.busy.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -13,12 +13,13 @@ use std::path::PathBuf;
 use std::thread;
 use std::time::Duration;
 
-use hearth_api::{DomainCrashed, DomainHarvested, MachineState, MachineStatus};
+use hearth_api::{DomainCrashed, DomainHarvested, ErrorWord, MachineState, MachineStatus};
 use hearth_libvirt::definition::{self, DefinitionError};
 use hearth_libvirt::virsh::{Virsh, VirshError};
 use hearth_recovery::journal::Journal;
 
 use super::pipe::Pipe;
+use crate::attachment::Attachment;
 use crate::client::{Client, ClientError};
 use crate::folders::registers;
 use crate::runtime_root::RuntimeRoot;
@@ -82,11 +83,14 @@ impl Recovery {
                 "the keeper is not told of the registers"
             );
         }
-        if !self.virsh.is_crashed(&self.domain)? {
-            return Ok(());
+        if self.virsh.is_crashed(&self.domain)? {
+            self.virsh.destroy(&self.domain)?;
+        } else if self.virsh.has_died(&self.domain)? {
+            // Its QEMU has ended by itself meanwhile, so its keeper may not know that it is to come back.
+            return Ok(self.virsh.start(&self.domain)?);
         }
-        self.virsh.destroy(&self.domain)?;
         drop(pipe);
+        // If somebody has ended the domain, or goes on with it, the keeper does not wait for a start.
         self.start(incarnation)
     }
 
@@ -95,7 +99,7 @@ impl Recovery {
         loop {
             match self.client.send(&DomainCrashed {}).and_then(|_| self.client.status()) {
                 Ok(status) => return Ok(Some(status.incarnation)),
-                Err(ClientError::Refused(why)) => {
+                Err(ClientError::Refused(why)) if why.error == ErrorWord::NotPossible => {
                     tracing::info!(domain = self.domain, why = why.message, "its crashed guest stays");
                     return Ok(None);
                 }
@@ -118,6 +122,7 @@ impl Recovery {
 
     /// Starts the domain when its keeper is ready for the guest after this one.
     fn start(&self, incarnation: u32) -> Result<(), RecoveryError> {
+        let is_detached = Attachment::of(&self.domain).is_detached();
         loop {
             match self.client.status() {
                 // Somebody else was faster.
@@ -130,10 +135,17 @@ impl Recovery {
                     thread::sleep(START_AGAIN);
                 }
                 Ok(MachineStatus { state: MachineState::Recovering, .. }) => thread::sleep(LOOK_EVERY_IDLE),
-                // Told to stop.
+                // It was detached while it ran: its definition has no disks of Hearth's any more.
+                Ok(MachineStatus { state: MachineState::Stopping | MachineState::Stopped, .. }) if is_detached => {
+                    thread::sleep(LOOK_EVERY_IDLE);
+                }
+                // Told to stop, or ended by somebody else.
                 Ok(MachineStatus { state: MachineState::Stopping | MachineState::Stopped, .. }) => return Ok(()),
+                // Somebody goes on with it.
+                Ok(MachineStatus { state: MachineState::Running, .. }) => return Ok(()),
                 // The crashed guest's memory is not ready, or somebody else is starting the domain.
                 Ok(_) => thread::sleep(LOOK_EVERY),
+                Err(ClientError::NotRunning { .. }) if is_detached => return Ok(self.virsh.start(&self.domain)?),
                 Err(ClientError::NotRunning { .. }) => return self.start_without_keeper(),
                 Err(error) => {
                     tracing::debug!(domain = self.domain, %error, "the keeper does not answer");

@@ -33,6 +33,8 @@ pub struct Crash {
     began: Instant,
     /// Whether `hearth host` ends it and starts the next one.
     recovers: bool,
+    /// `hearth host` has had its registers read, and ends its QEMU now. Who ends it before that wants it to stay off.
+    is_harvested: bool,
 }
 
 /// The start of the guest after one that has crashed. `hearth host` makes it.
@@ -93,12 +95,20 @@ fn cut_to_notes(path: &Path) -> Result<u64, String> {
 impl Attached {
     /// The guest has crashed, and libvirt keeps its QEMU.
     pub(super) fn domain_crashed(&mut self) -> Result<(), ApiError> {
-        self.must_run("recover")?;
-        let State::Running(life) = &mut self.state else { return Ok(()) };
         let on_panic = self.context.config.on_panic;
         let recovers = on_panic != OnPanic::Pause;
+        if let (State::Awaited { process: Some(_), .. }, true) = (&self.state, recovers) {
+            // The guest has not come to its disks, so nothing of it is known or kept.
+            self.context.record(EventKind::GuestPanicked);
+            self.context.record(EventKind::DumpSkipped { why: "it had not used its disks yet".to_owned() });
+            self.next_start = Some(NextStart { back_off: None });
+            self.note_next_start(true);
+            return Ok(());
+        }
+        self.must_run("recover")?;
+        let State::Running(life) = &mut self.state else { return Ok(()) };
         if life.crash.is_none() {
-            life.crash = Some(Crash { began: Instant::now(), recovers });
+            life.crash = Some(Crash { began: Instant::now(), recovers, is_harvested: false });
             let incarnation = life.incarnation.as_ref().map(|it| it.number);
             self.context.record(EventKind::GuestPanicked);
             match incarnation {
@@ -124,11 +134,13 @@ impl Attached {
 
     /// The registers are in their file, or cannot be read for this reason, and libvirt is about to end QEMU.
     pub(super) fn domain_harvested(&mut self, why: Option<String>) -> Result<(), ApiError> {
-        let crash = if let State::Running(life) = &self.state { life.crash.as_ref() } else { None };
-        let Some(&Crash { began, .. }) = crash else {
+        let crash = if let State::Running(life) = &mut self.state { life.crash.as_mut() } else { None };
+        let Some(Crash { began, is_harvested, .. }) = crash else {
             let message = format!("the guest of {} has not crashed", self.context.config.name);
             return Err(ApiError::new(ErrorWord::WrongState, message));
         };
+        *is_harvested = true;
+        let began = *began;
         let number = self.context.journal.incarnation;
         if !is_noted(&self.context, number) {
             // No dump takes them.
@@ -148,7 +160,8 @@ impl Attached {
     pub(super) fn plan_next_start(&mut self, crash: Option<Crash>, lived: Duration, cause: EndCause) {
         let config = &self.context.config.crash.crash_loop;
         let delay = self.crash_recovery.crashes.ended(lived, cause, config);
-        if !crash.is_some_and(|crash| crash.recovers) {
+        if !crash.is_some_and(|crash| crash.recovers && crash.is_harvested) {
+            self.context.journal.ordered = None;
             return;
         }
         let at_once = format!("virsh start {}", self.context.config.name);
@@ -178,6 +191,7 @@ impl Attached {
     /// The wait before the next start is over.
     pub(super) fn end_back_off(&mut self) {
         let Some(back_off) = self.next_start.as_mut().and_then(|next| next.back_off.take()) else { return };
+        self.release_at = self.keep_until();
         self.recovery.phase_ended(&self.context, "back-off", back_off.began, back_off.began.elapsed());
     }
 
@@ -201,9 +215,21 @@ impl Attached {
         }
         let is_ordered = self.context.journal.ordered.is_some();
         match &mut self.state {
-            State::Running(life) if is_ordered => life.crash = Some(Crash { began: Instant::now(), recovers: true }),
+            State::Running(life) if is_ordered => {
+                life.crash = Some(Crash { began: Instant::now(), recovers: true, is_harvested: false });
+            }
             State::Off if is_ordered => self.next_start = Some(NextStart { back_off: None }),
             _ => {}
+        }
+    }
+
+    /// The guest that had crashed was reset, so nobody has to end it.
+    pub(super) fn forget_crash(&mut self) {
+        let State::Running(life) = &mut self.state else { return };
+        if life.crash.take().is_some() {
+            let number = self.context.journal.incarnation;
+            CrashRecovery::forget_dump(&mut self.context, number);
+            self.note_next_start(false);
         }
     }
 }

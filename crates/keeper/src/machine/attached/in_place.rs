@@ -69,6 +69,7 @@ impl Attached {
         if !matches!(self.state, State::Running(_)) || self.resets.in_firmware {
             return Ok(());
         }
+        self.forget_crash();
         self.resets.told = Some(Instant::now());
         if self.resets.waits_since.is_some() { self.go_on_with_reset() } else { Ok(()) }
     }

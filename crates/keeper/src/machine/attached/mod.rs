@@ -24,6 +24,8 @@ mod in_place;
 mod orders;
 
 use std::fs;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
@@ -32,7 +34,7 @@ use std::time::{Duration, Instant};
 use hearth_api::{EmberMode, EndCause, EventKind, MachineState};
 use hearth_disk::image::Unwritten;
 use hearth_disk::server::{DiskServer, Peer, Question, ToldMemory};
-use hearth_memory::{FileOffset, GuestPhysicalAddress, Layout, Place, RamFile};
+use hearth_memory::{FileOffset, GuestPhysicalAddress, Layout, PAGE_BYTES, Place, RamFile};
 use hearth_qemu::{Accelerator, Binary, Process, ProcessId, file_of};
 use hearth_recovery::incarnation::{Incarnation, discard_files, numbers_in};
 use hearth_recovery::journal::{MemoryNote, QemuIdentity};
@@ -181,7 +183,10 @@ impl Attached {
 
     fn deadline(&self) -> Option<Instant> {
         let own = match self.state {
-            State::Off => self.release_at.or_else(|| self.next_start.as_ref().and_then(NextStart::deadline)),
+            State::Off => {
+                let next_start = self.next_start.as_ref().and_then(NextStart::deadline);
+                [self.release_at, next_start].into_iter().flatten().min()
+            }
             State::Awaited { .. } => Some(Instant::now() + LOOK_EVERY),
             State::Running(_) | State::Stopped => None,
         };
@@ -425,10 +430,16 @@ impl Attached {
         }
         self.plan_next_start(crash, lived_since.elapsed(), cause);
         self.context.save_journal();
-        let kept = self.context.config.memory.keep_memory_s.filter(|_| self.next_start.is_none());
-        self.release_at = kept.map(|s| Instant::now() + Duration::from_secs(s));
+        // A crash loop's wait does not count.
+        let waits = self.next_start.as_ref().is_some_and(|next| next.deadline().is_some());
+        self.release_at = if waits { None } else { self.keep_until() };
         self.close();
         Ok(())
+    }
+
+    /// When memory is released that is kept from now on.
+    fn keep_until(&self) -> Option<Instant> {
+        self.context.config.memory.keep_memory_s.map(|s| Instant::now() + Duration::from_secs(s))
     }
 
     fn bank(&mut self, dead: Incarnation) {
@@ -449,6 +460,10 @@ impl Attached {
 
     /// The domain has been off for so long that the host gets the memory back.
     fn release_memory(&mut self) {
+        if self.crash_recovery.must_wait_for_dumps() {
+            self.release_at = self.keep_until();
+            return;
+        }
         self.release_at = None;
         self.warm_reboot.ember.extinguish();
         self.warm_reboot.begin_without_memory();
@@ -563,6 +578,9 @@ fn memory_name(context: &Context) -> String {
 fn incarnation_in(context: &Context, told: &ToldMemory) -> Result<Incarnation, String> {
     let file = told.file.try_clone().map_err(|error| error.to_string())?;
     let bytes = file.metadata().map_err(|error| error.to_string())?.len();
+    if bytes / PAGE_BYTES > u64::from(u32::MAX) {
+        return Err(format!("it claims to have {bytes} bytes"));
+    }
     let place = |place: &hearth_disk::server::MemoryPlace| Place {
         guest: GuestPhysicalAddress(place.guest),
         file: FileOffset(place.file_offset),
@@ -575,10 +593,20 @@ fn incarnation_in(context: &Context, told: &ToldMemory) -> Result<Incarnation, S
     Incarnation::with_ram(folder, number, Arc::new(ram), true).map_err(|error| crate::chain(&error))
 }
 
+/// The version of the QEMU that a process runs. Its guest may have taken the process over, so only a program is asked that nobody but
+/// root can have written.
+fn version(pid: u32) -> Option<String> {
+    let program = fs::File::open(format!("/proc/{pid}/exe")).ok()?;
+    let about = program.metadata().ok()?;
+    if about.uid() != 0 || about.mode() & 0o022 != 0 {
+        return None;
+    }
+    let path = format!("/proc/self/fd/{}", program.as_raw_fd());
+    Binary::find(Some(Path::new(&path))).ok().map(|binary| binary.version().to_string())
+}
+
 /// What is known of libvirt's QEMU.
 fn identity(process: ProcessId, generation: u32) -> QemuIdentity {
-    let program = fs::read_link(format!("/proc/{}/exe", process.pid)).ok();
-    let version = program.and_then(|program| Binary::find(Some(&program)).ok());
     let arguments = fs::read(format!("/proc/{}/cmdline", process.pid)).unwrap_or_default();
     let arguments = String::from_utf8_lossy(&arguments);
     let accelerator = if ["-accel\0kvm", "accel=kvm"].iter().any(|kvm| arguments.contains(kvm)) {
@@ -590,7 +618,7 @@ fn identity(process: ProcessId, generation: u32) -> QemuIdentity {
         pid: process.pid,
         start_ticks: process.start_ticks,
         generation,
-        version: version.map_or_else(|| "unknown".to_owned(), |binary| binary.version().to_string()),
+        version: version(process.pid).unwrap_or_else(|| "unknown".to_owned()),
         accelerator: accelerator.name().to_owned(),
         accelerator_why: "the domain's definition".to_owned(),
         userfault_fd: None,

@@ -107,18 +107,16 @@ impl Attached {
         if let State::Awaited { .. } = self.state {
             self.close();
         }
-        if self.must_be_replaced() {
+        if self.must_be_replaced() || self.is_told_to_end {
             // The hook starts the next keeper, which reads the file.
             self.state = State::Stopped;
-            self.crash_recovery
-                .dumps
-                .give_up_for("the domain's file was changed, and its next guest needs another keeper");
+            self.crash_recovery.dumps.give_up_for("the domain's next guest needs another keeper");
         } else if let State::Stopped = self.state {
             // It was only waiting for its dumps.
             self.state = State::Off;
         }
         if let State::Running(_) | State::Stopped = self.state {
-            return Err(ApiError::new(ErrorWord::MachineEnded, "the domain's file was changed, and its keeper ends"));
+            return Err(ApiError::new(ErrorWord::MachineEnded, "this keeper ends, and the next one serves the domain"));
         }
         // The time in which the domain was off belongs to a recovery from a crash only.
         if let (Some(timeline), None) = (&mut self.recovery.timeline, &self.next_start) {
@@ -183,7 +181,12 @@ impl Attached {
         let life = if let State::Running(life) = &self.state { Some(life) } else { None };
         let qemu = self.context.journal.qemu.as_ref().filter(|_| life.is_some());
         let dumps = self.crash_recovery.dumps.statuses();
-        let unreported = life.filter(|life| life.crash.is_none()).and_then(|_| crash::unreported(&config.name));
+        let may_have_crashed = match &self.state {
+            State::Running(life) => life.crash.is_none(),
+            State::Awaited { process, .. } => process.is_some() && self.next_start.is_none(),
+            State::Off | State::Stopped => false,
+        };
+        let unreported = may_have_crashed.then(|| crash::unreported(&config.name)).flatten();
         MachineStatus {
             name: config.name.clone(),
             state: if unreported.is_some() { MachineState::Paused } else { self.shown() },

@@ -1,7 +1,7 @@
 //! The thread of a disk's copy.
 
 use std::fs::File;
-use std::io;
+use std::io::{self, Seek, SeekFrom};
 use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
 use std::sync::mpsc::Receiver;
@@ -127,13 +127,18 @@ impl Task {
                  image's own folder, or name it with qemu-img rebase -u -b /ABSOLUTE/PATH -F FORMAT"
             ));
         }
-        let image = File::open(&self.image).and_then(|image| image.metadata());
-        let image = image.map_err(|error| format!("cannot look at {}: {error}", self.image.display()))?;
+        let looked = |error: io::Error| format!("cannot look at {}: {error}", self.image.display());
+        let mut open = File::open(&self.image).map_err(looked)?;
+        let image = open.metadata().map_err(looked)?;
         // The first clone also writes what the host caches of the image, so that the second one takes little time.
         let shares =
             image.is_file() && share_image(&self.disk, &self.image, &target.open).map_err(|error| chain(&error))?;
         if !shares {
-            let needed = if image.is_file() { image.blocks() * 512 } else { 0 };
+            let needed = match image.is_file() {
+                true => image.blocks() * 512,
+                // A device does not tell what of it is in use.
+                false => open.seek(SeekFrom::End(0)).map_err(looked)?,
+            };
             let free = fstatvfs(&target.open).map_err(io::Error::from).map_err(|error| chain(&error))?;
             must_fit(needed, free.f_bavail * free.f_frsize, &target)?;
         }
@@ -181,8 +186,7 @@ impl Task {
         let patience = Patience { time: AGENT_PATIENCE, stop: &stop };
         let mut agent = Agent::reach(channel, &patience).map_err(|error| crate::chain(&error))?;
         self.tell.say(DiskCopyMessage::Freezing);
-        // Fails only when the loop has ended, and with it the copy.
-        let _ = noted.recv();
+        noted.recv().map_err(|_| "the keeper ended")?;
         let file_systems = agent.freeze(&patience).map_err(|error| crate::chain(&error))?;
         self.tell.say(DiskCopyMessage::Frozen { file_systems });
         Ok(Some(file_systems))
