@@ -386,14 +386,13 @@ fn rebind_and_suspend_change_nothing() -> Result<()> {
     let vm = &files.vm;
     vm.start_host()?;
     files.verify()?;
-    let known = vm.status()?.ledger_pages;
     vm.virsh("suspend", &[])?;
     vm.virsh("resume", &[])?;
     let device = "d=$(basename $(readlink /sys/block/vda/device)); cd /sys/bus/virtio/drivers/virtio_blk";
     vm.sh(&format!("umount /mnt; {device}; echo $d >unbind; echo $d >bind"))?;
     files.verify()?;
     let status = vm.status()?;
-    assert!((status.incarnation, status.ledger_pages >= known) == (1, true), "{status:?}");
+    assert!(status.incarnation == 1 && status.ledger_pages >= PAGES * 9 / 10, "{status:?}");
     assert!(!vm.events()?.iter().any(|record| matches!(record.event, EventKind::BlocksRescued { .. })));
     Ok(())
 }
@@ -624,5 +623,6 @@ fn guest_goes_on_after_libvirt_has_saved_and_restored_it() -> Result<()> {
     // What it has read since is kept when it ends.
     vm.kill_qemu()?;
     vm.start()?;
-    files.assert_warm()
+    assert!(files.ember()?.pages_kept >= PAGES, "{:?}", files.ember()?);
+    files.verify()
 }
