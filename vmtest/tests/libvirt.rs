@@ -626,3 +626,18 @@ fn guest_goes_on_after_libvirt_has_saved_and_restored_it() -> Result<()> {
     assert!(files.ember()?.pages_kept >= PAGES, "{:?}", files.ember()?);
     files.verify()
 }
+
+/// Its definition is libvirt's own again, and its keeper ends with the crashed guest.
+#[test]
+fn domain_detached_while_it_ran_comes_back_from_its_crash() -> Result<()> {
+    let Some(files) = Files::running("left")? else { return Ok(()) };
+    let vm = &files.vm;
+    vm.start_host()?;
+    files.verify()?;
+    vm.hearth(&["detach", "left"])?;
+    vm.panic()?;
+    vm.wait_next_boot()?;
+    files.verify()?;
+    assert_eq!(vm.try_hearth(&["status", "left"])?.0, 3, "it has no keeper");
+    Ok(())
+}

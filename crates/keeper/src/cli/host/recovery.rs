@@ -48,12 +48,15 @@ pub struct Recovery {
     domain: String,
     /// The machine's runtime folder.
     folder: PathBuf,
+    /// Whether it was detached while it ran: its definition has no disks of Hearth's any more, and its keeper ends with its guest.
+    is_detached: bool,
 }
 
 impl Recovery {
     pub fn of(root: &RuntimeRoot, domain: &str) -> Self {
         let client = Client::new(root.api_socket(domain));
-        Self { virsh: Virsh::system(), client, domain: domain.to_owned(), folder: root.machine(domain) }
+        let is_detached = Attachment::of(domain).is_detached();
+        Self { virsh: Virsh::system(), client, domain: domain.to_owned(), folder: root.machine(domain), is_detached }
     }
 
     /// Brings the domain back, if its guest has crashed or it was on its way already.
@@ -122,7 +125,6 @@ impl Recovery {
 
     /// Starts the domain when its keeper is ready for the guest after this one.
     fn start(&self, incarnation: u32) -> Result<(), RecoveryError> {
-        let is_detached = Attachment::of(&self.domain).is_detached();
         loop {
             match self.client.status() {
                 // Somebody else was faster.
@@ -135,8 +137,7 @@ impl Recovery {
                     thread::sleep(START_AGAIN);
                 }
                 Ok(MachineStatus { state: MachineState::Recovering, .. }) => thread::sleep(LOOK_EVERY_IDLE),
-                // It was detached while it ran: its definition has no disks of Hearth's any more.
-                Ok(MachineStatus { state: MachineState::Stopping | MachineState::Stopped, .. }) if is_detached => {
+                Ok(MachineStatus { state: MachineState::Stopping | MachineState::Stopped, .. }) if self.is_detached => {
                     thread::sleep(LOOK_EVERY_IDLE);
                 }
                 // Told to stop, or ended by somebody else.
@@ -145,7 +146,9 @@ impl Recovery {
                 Ok(MachineStatus { state: MachineState::Running, .. }) => return Ok(()),
                 // The crashed guest's memory is not ready, or somebody else is starting the domain.
                 Ok(_) => thread::sleep(LOOK_EVERY),
-                Err(ClientError::NotRunning { .. }) if is_detached => return Ok(self.virsh.start(&self.domain)?),
+                Err(ClientError::NotRunning { .. }) if self.is_detached => {
+                    return Ok(self.virsh.start(&self.domain)?);
+                }
                 Err(ClientError::NotRunning { .. }) => return self.start_without_keeper(),
                 Err(error) => {
                     tracing::debug!(domain = self.domain, %error, "the keeper does not answer");
