@@ -3,8 +3,6 @@
 //! for each disk profile, both sides in turn: the session of bench `warm-reboot`, with `virsh reboot` and with a panic, after
 //! both of which libvirt resets the guest in its QEMU. Then the speed of the disk itself, with all caches dropped.
 
-use std::fs::Permissions;
-use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
 use hearth_vmtest::libvirt::{DomainDisk, LibvirtVm};
@@ -67,8 +65,7 @@ fn read_disks(options: &Options, record: &mut Record) -> Result<(), LibvirtError
     let (turns, rounds) = if options.quick { (1, 2) } else { (4, 3) };
     let failed = |source| LibvirtError::Prepare { path: options.folder.clone(), source };
     let folder = Scratch::new(&options.folder, NAME).map_err(failed)?;
-    // QEMU runs as a user of its own.
-    std::fs::set_permissions(folder.path(), Permissions::from_mode(0o755)).map_err(failed)?;
+    folder.let_others_in().map_err(failed)?;
     let image = folder.path().join("disk.img");
     image::write(&image, IMAGE_BYTES).map_err(failed)?;
     for turn in 0..turns {
@@ -117,14 +114,7 @@ fn summarise(record: &mut Record, profiles: &[Profile]) {
             record.summarise_all(figures.map(key));
         }
     }
-    let pauses: Vec<f64> =
-        record.rows.iter().filter(|row| row.metric == "reset_pause_ms").flat_map(|row| row.values.clone()).collect();
-    let per_page: Vec<f64> = record
-        .rows
-        .iter()
-        .filter(|row| row.metric == "reset_pause_us_per_page")
-        .flat_map(|row| row.values.clone())
-        .collect();
+    let [pauses, per_page] = ["reset_pause_ms", "reset_pause_us_per_page"].map(|metric| record.of_all_cases(metric));
     record.summarise("reset_pause_ms_p50", stats::median(&pauses));
     record.summarise("reset_pause_ms_max", pauses.iter().copied().reduce(f64::max));
     record.summarise("reset_pause_us_per_page", stats::median(&per_page));

@@ -139,8 +139,12 @@ impl Record {
 
     /// The sum of all values of a metric over all cases.
     pub fn total(&self, metric: &str) -> Option<f64> {
-        let values = self.rows.iter().filter(|row| row.metric == metric).flat_map(|row| row.values.iter().copied());
-        values.reduce(|sum, value| sum + value)
+        self.of_all_cases(metric).into_iter().reduce(|sum, value| sum + value)
+    }
+
+    /// All values of a metric over all cases.
+    pub fn of_all_cases(&self, metric: &str) -> Vec<f64> {
+        self.rows.iter().filter(|row| row.metric == metric).flat_map(|row| row.values.iter().copied()).collect()
     }
 
     /// Adds a figure to the summary. A figure that was not measured is left out, rather than added as zero.

@@ -29,14 +29,19 @@ struct Files {
     _images: tempfile::TempDir,
 }
 
+/// An image with all files.
+fn make_files(image: &Path) -> Result<()> {
+    let files: Vec<_> = (0..FILES).map(|file| File::pattern(&format!("f{file}"), FILE_BYTES, SEED)).collect();
+    images::ext4(image, FILES as u64 + 64, &files)
+}
+
 impl Files {
     fn define(name: &str) -> Result<Option<Self>> {
         let images = tempfile::tempdir().expect("a folder");
         // A QEMU without Hearth opens the image as a user of its own.
         std::fs::set_permissions(images.path(), Permissions::from_mode(0o755)).expect("our own folder");
         let image = images.path().join("data.img");
-        let files: Vec<_> = (0..FILES).map(|file| File::pattern(&format!("f{file}"), FILE_BYTES, SEED)).collect();
-        images::ext4(&image, FILES as u64 + 64, &files)?;
+        make_files(&image)?;
         let disk = DomainDisk { target: "vda", image: &image, format: "raw", limits: None };
         let vm = LibvirtVm::define(name, MEMORY_MIB, &[disk])?;
         Ok(vm.map(|vm| Self { vm, image, _images: images }))
@@ -156,8 +161,7 @@ fn changed_image_is_not_answered_from_memory() -> Result<()> {
     vm.virsh("destroy", &[])?;
     vm.wait_until("the domain is off", || Ok(vm.status()?.state == MachineState::Stopped))?;
     // The image is nobody's now.
-    let contents: Vec<_> = (0..FILES).map(|file| File::pattern(&format!("f{file}"), FILE_BYTES, SEED)).collect();
-    images::ext4(&files.image, FILES as u64 + 64, &contents)?;
+    make_files(&files.image)?;
     vm.start()?;
     assert!(vm.events()?.iter().any(|record| matches!(record.event, EventKind::DiskForgotten { .. })));
     files.verify()?;
@@ -535,8 +539,7 @@ fn both_disks_of_a_domain_are_warm() -> Result<()> {
     let images = tempfile::tempdir().expect("a folder");
     std::fs::set_permissions(images.path(), Permissions::from_mode(0o755)).expect("our own folder");
     let [raw, qcow2] = ["raw.img", "disk.qcow2"].map(|name| images.path().join(name));
-    let files: Vec<_> = (0..FILES).map(|file| File::pattern(&format!("f{file}"), FILE_BYTES, SEED)).collect();
-    images::ext4(&raw, FILES as u64 + 64, &files)?;
+    make_files(&raw)?;
     let convert = ["convert", "-O", "qcow2"];
     let converted = Command::new("qemu-img").args(convert).args([&raw, &qcow2]).status();
     assert!(converted.is_ok_and(|status| status.success()));
@@ -575,8 +578,7 @@ fn cache_survives_resets_of_a_domain_that_uefi_boots() -> Result<()> {
     std::fs::set_permissions(images.path(), Permissions::from_mode(0o755)).expect("our own folder");
     let [boot, data] = ["boot.img", "data.img"].map(|name| images.path().join(name));
     boot_disk::uefi(&boot, &artifacts::busybox(false)?)?;
-    let files: Vec<_> = (0..FILES).map(|file| File::pattern(&format!("f{file}"), FILE_BYTES, SEED)).collect();
-    images::ext4(&data, FILES as u64 + 64, &files)?;
+    make_files(&data)?;
     let disks = [("vda", &boot), ("vdb", &data)];
     let disks = disks.map(|(target, image)| DomainDisk { target, image, format: "raw", limits: None });
     let name = "uefi";

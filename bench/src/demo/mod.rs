@@ -13,9 +13,7 @@
 mod life;
 mod page;
 
-use std::fs::Permissions;
 use std::io;
-use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
@@ -96,9 +94,7 @@ pub fn run(folder: &Path, profile: Profile, owner: Owner, long: bool) -> Result<
         Scratch::new(folder, "images").map_err(|source| DemoError::Prepare { path: folder.to_owned(), source })?;
     let image = images.path().join("root.img");
     let (mut crashes, mut qemu) = (Vec::new(), None);
-    // QEMU of libvirt runs as a user of its own.
-    let opened = std::fs::set_permissions(images.path(), Permissions::from_mode(0o755));
-    opened.map_err(|source| DemoError::Prepare { path: images.path().to_owned(), source })?;
+    images.let_others_in().map_err(|source| DemoError::Prepare { path: images.path().to_owned(), source })?;
     for (runner, ways) in owner.runners() {
         images::copy(&Debian::Web.root()?, &image)?;
         let mut server = Server::start(&image, *runner, profile, &progress)?;

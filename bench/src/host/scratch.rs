@@ -2,6 +2,7 @@
 
 use std::fs;
 use std::io;
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
 const PREFIX: &str = "hearth-bench-";
@@ -19,6 +20,11 @@ impl Scratch {
         let path = folder.join(format!("{PREFIX}{}-{purpose}", std::process::id()));
         fs::create_dir(&path)?;
         Ok(Scratch { path })
+    }
+
+    /// Lets other users read what is in it: libvirt's QEMU runs as one of its own.
+    pub fn let_others_in(&self) -> io::Result<()> {
+        fs::set_permissions(&self.path, fs::Permissions::from_mode(0o755))
     }
 
     pub fn path(&self) -> &Path {

@@ -1,7 +1,5 @@
 //! The rig: the images, the disk limits for all sides, and the counter of what is read from the disk.
 
-use std::fs::Permissions;
-use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
 use super::domain::{DomainMachine, DomainOptions};
@@ -100,9 +98,9 @@ impl Rig {
         stack: Stack,
         rate: Option<DiskRate>,
     ) -> Result<Box<dyn Machine>, RigError> {
-        // QEMU runs as a user of its own.
-        let opened = std::fs::set_permissions(self.images.path(), Permissions::from_mode(0o755));
-        opened.map_err(|source| RigError::Prepare { path: self.images.path().to_owned(), source })?;
+        self.images
+            .let_others_in()
+            .map_err(|source| RigError::Prepare { path: self.images.path().to_owned(), source })?;
         let options = DomainOptions { guest, image, rate, is_attached: stack == Stack::AttachedDomain };
         let failed = |source| RigError::Start { stack: stack.name(), source };
         Ok(Box::new(DomainMachine::start(&options).map_err(failed)?))

@@ -2,7 +2,7 @@
 //!
 //! Each call is one process. What virsh says when it fails is the error.
 
-use std::io::{self, BufRead, BufReader, Read, Write};
+use std::io::{self, BufRead, BufReader, Write};
 use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Child, Command, ExitStatus, Output, Stdio};
@@ -86,19 +86,7 @@ impl Virsh {
     /// still be under way in libvirt's daemon.
     pub fn dump_memory(&self, domain: &str, file: &Path, patience: Duration) -> Result<(), VirshError> {
         let arguments = ["dump", "--memory-only", "--format", "elf", domain, &file.display().to_string()];
-        let mut command = self.command(&arguments);
-        let mut virsh =
-            command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().map_err(failed)?;
-        let what = || arguments.join(" ");
-        let Some(status) = end_within(&mut virsh, patience).map_err(VirshError::Run)? else {
-            return Err(VirshError::Silent { what: what(), patience });
-        };
-        let mut said = String::new();
-        if let Some(stderr) = &mut virsh.stderr {
-            // What was said beside it is of no more use.
-            let _ = stderr.read_to_string(&mut said);
-        }
-        if status.success() { Ok(()) } else { Err(VirshError::Failed { what: what(), said: error_of(&said) }) }
+        run_within(self.command(&arguments), &arguments, patience)
     }
 
     /// Calls `tell` with each domain to whose guest this happens. Returns when virsh ends, which it does with libvirt's daemon.
@@ -153,14 +141,9 @@ impl Virsh {
 
     fn run_briefly(&self, arguments: &[&str]) -> Result<(), VirshError> {
         let mut command = self.command(arguments);
-        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
         // Ctrl-C must not cut off a thaw.
         command.process_group(0);
-        let mut virsh = command.spawn().map_err(failed)?;
-        if end_within(&mut virsh, FREEZE_PATIENCE).map_err(VirshError::Run)?.is_none() {
-            return Err(VirshError::Silent { what: arguments.join(" "), patience: FREEZE_PATIENCE });
-        }
-        judged(arguments, virsh.wait_with_output().map_err(VirshError::Run)?).map(drop)
+        run_within(command, arguments, FREEZE_PATIENCE)
     }
 
     fn run(&self, arguments: &[&str]) -> Result<String, VirshError> {
@@ -184,6 +167,16 @@ impl Virsh {
         command.args(["--connect", &self.uri]).args(arguments).env("LC_ALL", "C");
         command
     }
+}
+
+/// Runs virsh, whose output is of no use, and gives it up after `patience`.
+fn run_within(mut virsh: Command, arguments: &[&str], patience: Duration) -> Result<(), VirshError> {
+    virsh.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
+    let mut virsh = virsh.spawn().map_err(failed)?;
+    if end_within(&mut virsh, patience).map_err(VirshError::Run)?.is_none() {
+        return Err(VirshError::Silent { what: arguments.join(" "), patience });
+    }
+    judged(arguments, virsh.wait_with_output().map_err(VirshError::Run)?).map(drop)
 }
 
 /// What virsh printed, or why it failed.

@@ -16,13 +16,11 @@ use hearth_recovery::journal::OrderNote;
 use hearth_recovery::vmcore::dump::incomplete_path;
 use hearth_recovery::vmcore::notes::Notes;
 
-use super::{Attached, State};
+use super::{Attached, QEMU_FOLDER, State};
 use crate::config::OnPanic;
 use crate::machine::crash_recovery::{CrashRecovery, can_dump, is_noted};
 use crate::machine::state::BackOff;
 
-/// libvirt's files with the states of its QEMUs.
-const STATE_FOLDER: &str = "/run/libvirt/qemu";
 /// How such a file begins, after a comment, if the guest has crashed.
 const CRASHED: &str = "<domstatus state='crashed'";
 /// Bytes before which that is.
@@ -74,7 +72,7 @@ impl Crash {
 /// Why a domain stands still whose crash nobody has reported. None: its guest has not crashed.
 pub fn unreported(domain: &str) -> Option<String> {
     let mut head = String::new();
-    let file = fs::File::open(Path::new(STATE_FOLDER).join(format!("{domain}.xml"))).ok()?;
+    let file = fs::File::open(Path::new(QEMU_FOLDER).join(format!("{domain}.xml"))).ok()?;
     file.take(HEAD_BYTES).read_to_string(&mut head).ok()?;
     head.contains(CRASHED).then(|| {
         format!(

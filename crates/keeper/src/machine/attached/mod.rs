@@ -55,8 +55,8 @@ use crate::event::Event;
 use crash::{Crash, NextStart};
 use in_place::Resets;
 
-/// libvirt's files with the pids of its QEMUs, each there before its QEMU runs.
-const PID_FOLDER: &str = "/run/libvirt/qemu";
+/// libvirt's files with the pids of its QEMUs, each there before its QEMU runs, and with their states.
+const QEMU_FOLDER: &str = "/run/libvirt/qemu";
 /// How often to look for the QEMU that libvirt is starting. It connects to its disks about 0.1 s after it has its pid.
 const LOOK_EVERY: Duration = Duration::from_millis(10);
 
@@ -291,7 +291,7 @@ impl Attached {
 
     /// The domain's process, if it is not older than this.
     fn find_qemu(&self, since_ticks: u64) -> Option<Process> {
-        let file = Path::new(PID_FOLDER).join(format!("{}.pid", self.context.config.name));
+        let file = Path::new(QEMU_FOLDER).join(format!("{}.pid", self.context.config.name));
         let pid = fs::read_to_string(file).ok()?.trim().parse().ok()?;
         let Peer { pid, start_ticks } = Peer::of(pid).ok()?;
         if start_ticks < since_ticks {
