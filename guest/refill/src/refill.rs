@@ -94,6 +94,8 @@ pub fn refill(map: &Map, source: Source) -> io::Result<Report> {
                 map.files.iter().zip(&is_opened).any(|(file, is)| file.file_system == *number && !is.load(Relaxed))
             });
         }
+        // A mount is busy while it is held.
+        drop(mounted);
         let left = deadline.saturating_duration_since(Instant::now());
         if awaited.is_empty() || report.is_memory_full || !mounts.wait_changed(left) {
             break;
