@@ -2,9 +2,10 @@
 //!
 //! The request carries a condition (`If-Match` or `If-None-Match`; for Google the generation).
 
-use object_store::{Error, PutMode, PutOptions};
+use object_store::client::{HttpError, HttpErrorKind};
+use object_store::{Error, PutMode, PutOptions, PutPayload};
 
-use crate::store::run;
+use crate::store::{READ_RETRIES, run};
 use crate::{Meta, Store, StoreError};
 
 /// Result of a conditional replacement.
@@ -12,7 +13,7 @@ use crate::{Meta, Store, StoreError};
 pub enum Replaced {
     /// The object is written.
     Done,
-    /// The store holds another version by now; nothing is written.
+    /// The store holds another version by now: another writer's, or this one if the answer to the first try was lost.
     Changed,
     /// The store does not support conditions, or the result is unknown.
     Unknown(StoreError),
@@ -30,10 +31,27 @@ impl Store {
             Ok(writer) => writer,
             Err(error) => return Replaced::Unknown(error),
         };
-        match run(writer.put_opts(&self.path(name), bytes.into(), options)) {
+        let (path, bytes) = (self.path(name), PutPayload::from(bytes));
+        let put = || run(writer.put_opts(&path, bytes.clone(), options.clone()));
+        // A store closes idle connections. A request on one is not repeated by `object_store`: it may have been obeyed.
+        let mut answer = put();
+        for _ in 0..READ_RETRIES {
+            match &answer {
+                Err(error) if is_interrupted(error) => answer = put(),
+                _ => break,
+            }
+        }
+        match answer {
             Ok(_) => Replaced::Done,
             Err(Error::Precondition { .. } | Error::AlreadyExists { .. }) => Replaced::Changed,
             Err(error) => Replaced::Unknown(self.failure(name, &error)),
         }
     }
+}
+
+/// Whether the connection broke before there was an answer.
+fn is_interrupted(error: &Error) -> bool {
+    let mut causes = std::iter::successors(Some(error as &dyn std::error::Error), |error| error.source());
+    causes
+        .any(|cause| cause.downcast_ref::<HttpError>().is_some_and(|error| error.kind() == HttpErrorKind::Interrupted))
 }

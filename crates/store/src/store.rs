@@ -18,7 +18,7 @@ const WHY_BYTES_MAX: usize = 300;
 /// Maximum number of requests in flight; each takes a thread.
 const THREADS: usize = 24;
 /// Retries of a read: a caller waits for it, gets an error soon and asks again.
-const READ_RETRIES: usize = 6;
+pub(crate) const READ_RETRIES: usize = 6;
 const READ_PATIENCE: Duration = Duration::from_secs(10);
 /// Retries of a write: a save may take some minutes.
 const WRITE_RETRIES: usize = 40;

@@ -17,7 +17,7 @@ use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::Duration;
 
 use hearth_store::{
-    Address, Cache, Object, Parts, Scheduler, Settings, Store, StoreError, UploadError, Urgency, part_bytes,
+    Address, Cache, Object, Parts, Replaced, Scheduler, Settings, Store, StoreError, UploadError, Urgency, part_bytes,
 };
 use loopback_s3::{BUCKET, S3Server, Wire};
 
@@ -311,6 +311,19 @@ fn upload_succeeds_when_the_last_answer_is_lost() {
     stand.server.set_wire(Wire::LosesCompletions);
     assert_eq!(stand.send("ram", &sent).unwrap(), sent.len() as u64);
     assert!(std::fs::read(stand.server.file("place/ram")).unwrap() == sent);
+}
+
+#[test]
+fn replacement_survives_the_end_of_idle_connections() {
+    let stand = Stand::new();
+    for round in 0..20_u8 {
+        let over = stand.store.meta("set").unwrap();
+        stand.server.set_wire(Wire::Whole);
+        // `Changed` if the connection took the request and lost the answer.
+        let replaced = stand.store.replace("set", vec![round; 9], over.as_ref());
+        assert!(matches!(replaced, Replaced::Done | Replaced::Changed), "round {round}: {replaced:?}");
+        assert_eq!(stand.store.read("set", 100).unwrap(), Some(vec![round; 9]));
+    }
 }
 
 #[test]
