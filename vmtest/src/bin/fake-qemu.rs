@@ -11,6 +11,7 @@
 //!                hand KIND             send events with descriptors of this kind (see `handed`), then carry out the command
 //! test -> fake   guest reset|panic|off|watchdog        at any time: what the guest does
 //!                guest panic-again     its QEMU repeats that it has crashed
+//!                guest greets-slowly   from now on its QEMU pauses in the middle of its first messages to a disk
 //!                guest write-through   it switches its write cache off; later lines wait until the disks have heard of it
 //! ```
 //! Without a test it carries out everything at once. It exits when the test does.
@@ -23,6 +24,7 @@ use std::net::{TcpListener, TcpStream};
 use std::os::fd::{AsFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -50,6 +52,8 @@ const QUEUE_AT: usize = 12;
 const ANSWER_BYTES: usize = 20;
 /// Pause between two attempts to connect to a disk.
 const RECONNECT_EVERY: Duration = Duration::from_millis(20);
+/// The pause of one that greets slowly.
+const GREETING_PAUSE: Duration = Duration::from_secs(1);
 
 fn main() {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
@@ -74,11 +78,12 @@ fn main() {
         let (connected, wait) = channel();
         let (acknowledged, acknowledgements) = channel();
         let disk = Arc::new(Mutex::new(None));
-        let connection = Arc::clone(&disk);
+        let greets_slowly = Arc::new(AtomicBool::new(false));
+        let (connection, slowly) = (Arc::clone(&disk), Arc::clone(&greets_slowly));
         let chardev = device.chardev.clone();
-        std::thread::spawn(move || stay_connected(&device, &connection, &connected, &acknowledged));
+        std::thread::spawn(move || stay_connected(&device, &connection, &slowly, &connected, &acknowledged));
         wait.recv().expect("the thread waits for its disk");
-        Disk { chardev, connection: disk, acknowledgements: Mutex::new(acknowledgements) }
+        Disk { chardev, connection: disk, greets_slowly, acknowledgements: Mutex::new(acknowledgements) }
     };
     let disks = line.disks.into_iter().map(connect).collect();
     let run_state = if line.incoming { "inmigrate" } else { "prelaunch" };
@@ -157,6 +162,7 @@ fn map_ram(path: &Path) -> usize {
 struct Disk {
     chardev: String,
     connection: Arc<Mutex<Option<UnixStream>>>,
+    greets_slowly: Arc<AtomicBool>,
     /// One for each message that was to be acknowledged.
     acknowledgements: Mutex<Receiver<()>>,
 }
@@ -180,28 +186,33 @@ impl Disk {
     }
 }
 
-/// The messages to a disk's server with which QEMU's greeting begins and ends.
-fn greeting(queues: u8) -> Vec<u8> {
+/// The messages to a disk's server with which QEMU's greeting ends; it begins with `GET_FEATURES`.
+fn greeting_end(queues: u8) -> Vec<u8> {
     let call = |queue| {
         let mut message = SET_VRING_CALL;
         message[QUEUE_AT] = queue;
         message
     };
-    GET_FEATURES.into_iter().chain((0..queues).flat_map(call)).collect()
+    (0..queues).flat_map(call).collect()
 }
 
 /// Greets a disk's server, and connects again whenever the server is gone.
 fn stay_connected(
     device: &DiskDevice,
     connection: &Mutex<Option<UnixStream>>,
+    greets_slowly: &AtomicBool,
     connected: &Sender<()>,
     acknowledged: &Sender<()>,
 ) {
     loop {
         if let Ok(mut server) = UnixStream::connect(&device.socket)
-            && server.write_all(&greeting(device.queues)).is_ok()
+            && server.write_all(&GET_FEATURES).is_ok()
         {
             *connection.lock().expect("no thread panics while it holds the lock") = server.try_clone().ok();
+            if greets_slowly.load(Relaxed) {
+                std::thread::sleep(GREETING_PAUSE);
+            }
+            let _ = server.write_all(&greeting_end(device.queues));
             let _ = connected.send(());
             let mut answer = [0; ANSWER_BYTES];
             while server.read_exact(&mut answer).is_ok() {
@@ -282,6 +293,7 @@ impl Machine {
             }
             "reset" if runs => self.end("guest-reset"),
             "off" if runs => self.end("guest-shutdown"),
+            "greets-slowly" => self.disks.iter().for_each(|disk| disk.greets_slowly.store(true, Relaxed)),
             "write-through" if runs => self.disks.iter().for_each(Disk::set_write_through),
             _ => {}
         }

@@ -82,6 +82,15 @@ fn hop(keeper: &mut Keeper<'_>) {
     assert_ne!(keeper.qemu(), before);
 }
 
+#[test]
+fn command_to_a_new_keeper_waits_for_the_disks_to_be_used() {
+    let bed = Bed::make();
+    let mut keeper = bed.running();
+    bed.hand.guests("greets-slowly");
+    keeper.kill();
+    hop(&mut bed.running());
+}
+
 /// The new QEMU has begun, and has no inflight region yet, which would tell the next keeper of the write cache.
 #[test]
 fn keeper_after_a_cut_off_hop_knows_the_write_cache() {

@@ -3,7 +3,7 @@
 use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use hearth_api::{ApiError, DiskSize, ErrorWord, EventKind};
 use hearth_disk::arrival::MissPolicy;
@@ -18,6 +18,9 @@ use super::images::Images;
 use super::{Context, MachineError, access};
 use crate::config::{Boot, Config};
 use crate::event::Event;
+
+/// How long a command waits for QEMU's first messages to a disk. They take milliseconds, or seconds on a busy host.
+const GREETING_PATIENCE: Duration = Duration::from_secs(3);
 
 /// Everything that serves the guest's disks. The fields are dropped in this order, because reads of the servers may
 /// wait for the backfill.
@@ -263,8 +266,13 @@ impl Disks {
         Err(ApiError::new(ErrorWord::WrongState, message).hint("`hearth status` shows how much is missing"))
     }
 
-    /// Refuses while QEMU does not use a disk. After a pause it would never use that disk again.
+    /// Refuses while QEMU does not use a disk. After a pause it would never use that disk again. A QEMU that is only in
+    /// the middle of its first messages is waited for.
     pub fn must_be_in_use(&self, what: &str) -> Result<(), ApiError> {
+        let deadline = Instant::now() + GREETING_PATIENCE;
+        while self.servers.iter().any(is_silent) && Instant::now() < deadline {
+            std::thread::sleep(Duration::from_millis(5));
+        }
         let Some(disk) = self.servers.iter().find(|disk| is_silent(disk)) else { return Ok(()) };
         let message = format!("cannot {what}: QEMU has not used disk {} since a keeper died", disk.name());
         Err(ApiError::new(ErrorWord::WrongState, message)
