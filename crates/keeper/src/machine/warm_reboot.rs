@@ -105,12 +105,11 @@ impl WarmReboot {
         }
     }
 
-    /// Reads the map of a guest whose memory the next one is about to get, and puts it into the file. Waits for it, but not for longer
-    /// than this.
-    pub fn read_cache_map(&self, dead: &Incarnation, at_most: Duration) -> Option<MemoryMessage> {
+    /// Begins to read the map of a guest whose memory the next one is about to get, and puts it into the file.
+    pub fn begin_reading_cache_map(&self, dead: &Incarnation) -> Option<Reading> {
         let file = self.cache_map.as_ref()?;
         file.begin(Awaited::new(dead, &self.sources, None));
-        Reading::begin_of(file, dead.ram.clone(), dead.ledger.clone()?)?.end_within(at_most, "the guest waits")
+        Reading::begin_of(file, dead.ram.clone(), dead.ledger.clone()?)
     }
 
     /// Begins to keep the map of the machine's last guest for its next start. Call it before the guest is banked.

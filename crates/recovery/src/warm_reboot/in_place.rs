@@ -11,6 +11,7 @@
 
 use std::path::Path;
 use std::sync::{Arc, Mutex};
+use std::thread::available_parallelism;
 use std::time::Instant;
 
 use hearth_disk::block::RamPage;
@@ -27,6 +28,8 @@ const PAGE: usize = PAGE_BYTES as usize;
 const BATCH: usize = 4 << 10;
 /// Longest run of neighbours.
 const RUN: usize = 256;
+/// Most threads that move blocks. More would wait for the lock of the file that is written.
+const THREADS_MAX: usize = 4;
 
 /// What becomes of a page in the guest's memory whose block was copied.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -81,7 +84,6 @@ impl Rescue<'_> {
         newest_first.reverse();
         let mut rescued = Rescued::default();
         let mut reached = 0;
-        let mut space = vec![0; RUN * PAGE];
         for batch in newest_first[..self.blocks_max.min(newest_first.len())].chunks(BATCH) {
             if Instant::now() >= self.until {
                 break;
@@ -91,7 +93,7 @@ impl Rescue<'_> {
                 batch.iter().filter_map(|page| ledger.entry(RamPage(*page))).collect()
             };
             entries.sort_unstable_by_key(|entry| entry.page.0);
-            let refused = self.move_batch(&entries, to, &mut space)?;
+            let refused = self.move_batch(&entries, to)?;
             rescued.taken += (entries.len() - refused.len()) as u64;
             rescued.refused += refused.len() as u64;
             forget(ledger, refused);
@@ -102,8 +104,24 @@ impl Rescue<'_> {
         Ok(rescued)
     }
 
-    /// Moves blocks that are sorted by page. Returns the pages that do not hold theirs.
-    fn move_batch(&self, entries: &[Entry], to: &RamFile, space: &mut [u8]) -> Result<Vec<u32>, MemoryError> {
+    /// Moves blocks that are sorted by page, with several threads. Returns the pages that do not hold theirs.
+    fn move_batch(&self, entries: &[Entry], to: &RamFile) -> Result<Vec<u32>, MemoryError> {
+        let threads = available_parallelism().map_or(1, usize::from).min(THREADS_MAX);
+        let share = entries.len().div_ceil(threads).max(RUN);
+        let mut refused = Vec::new();
+        std::thread::scope(|scope| {
+            let shares = entries.chunks(share).map(|entries| scope.spawn(move || self.move_share(entries, to)));
+            let shares: Vec<_> = shares.collect();
+            shares.into_iter().try_for_each(|share| {
+                refused.extend(share.join().expect("a share of a rescue does not panic")?);
+                Ok(())
+            })
+        })?;
+        Ok(refused)
+    }
+
+    fn move_share(&self, entries: &[Entry], to: &RamFile) -> Result<Vec<u32>, MemoryError> {
+        let mut space = vec![0; RUN * PAGE];
         let (mut taken, mut refused) = (Vec::with_capacity(entries.len()), Vec::new());
         let neighbours = entries.chunk_by(|one, next| one.page.0 + 1 == next.page.0).flat_map(|run| run.chunks(RUN));
         for run in neighbours {

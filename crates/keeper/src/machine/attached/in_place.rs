@@ -1,7 +1,7 @@
 //! A guest that is reset inside its QEMU: `virsh reset` and `reboot`, a reboot from inside, a panic with `on_crash=restart`. Its
 //! memory stays, and the next kernel soon overwrites it.
 //!
-//! the guest is reset -> a driver begins anew with a disk, and QEMU waits -> cache map, then the old blocks are moved out
+//! the guest is reset -> a driver begins anew with a disk, and QEMU waits -> cache map, beside it the old blocks are moved out
 //! (`hearth_recovery::warm_reboot::in_place`) -> the next guest goes on
 //!
 //! No message of vhost-user says that the guest was reset. Drivers also begin anew when a kernel lets go of a disk and takes it again,
@@ -34,8 +34,8 @@ const WORD_PATIENCE: Duration = Duration::from_millis(300);
 const FIRMWARE_PATIENCE: Duration = Duration::from_secs(60);
 /// How long the guest waits at most.
 const HOLD: Duration = Duration::from_secs(2);
-/// The part of that for the cache map.
-const MAP: Duration = Duration::from_millis(700);
+/// How long it waits for the cache map at most.
+const MAP: Duration = Duration::from_secs(1);
 
 /// What is known of resets of the living QEMU's guest.
 #[derive(Default)]
@@ -134,10 +134,14 @@ impl Attached {
         self.recovery.timeline = Some(Timeline::start(dead.number + 1, cause, None));
         self.fast_remount.boot_cut_off();
         self.fast_remount.boot_begins(&self.context, &self.warm_reboot);
-        if let Some(message) = self.warm_reboot.read_cache_map(&dead, MAP) {
+        // Both at once: what is moved are pages of files, and the map is read in the kernel's own memory.
+        let map = self.warm_reboot.begin_reading_cache_map(&dead);
+        let rescued = self.rescue(&dead, original, began);
+        let map = map.and_then(|map| map.end_within(MAP.saturating_sub(began.elapsed()), "the guest waits"));
+        if let Some(message) = map {
             self.warm_reboot.handle_memory(&self.context, &mut self.recovery, message);
         }
-        if let Err(why) = self.rescue(&dead, original, began) {
+        if let Err(why) = rescued {
             tracing::warn!(why, "the reboot is cold");
             self.recovery.set_cold(why);
             self.warm_reboot.clear_cache_map();
