@@ -41,6 +41,7 @@ pub(crate) use lock::{inheritable_lock, lock_image};
 pub use note::{ImageFile, ImageNote};
 pub use overlay::{OverlayError, create_overlay, create_overlay_over_arriving};
 use qcow2::Qcow2Image;
+pub use qcow2::backing_images;
 use raw::RawImage;
 pub use reader::{ImageReader, next_data};
 pub use tables::Committer;

@@ -254,11 +254,13 @@ fn add_backing(
     arrivals: &Arrivals,
 ) -> Result<(), ImageError> {
     let mut header = Some(top);
-    while let Some((path, format)) = header.as_ref().map(|header| backing_of(header, layers)).transpose()?.flatten() {
-        if layers.len() == CHAIN_MAX {
-            let problem = format!("has more than {CHAIN_MAX} images in its backing chain");
-            return Err(ImageError::Qcow2 { path, problem, remedy: "does it lead back to itself?" });
-        }
+    loop {
+        let image = &layers.last().expect("a header belongs to a layer").path;
+        let Some((path, format)) = header.as_ref().map(|header| backing_of(header, image)).transpose()?.flatten()
+        else {
+            return Ok(());
+        };
+        check_length(layers.len(), &path)?;
         check_kind(&path)?;
         let options = ImageOptions { path, read_only: true, ..options.clone() };
         let (layer, next) = open_layer(&options, format, arrivals)?;
@@ -268,7 +270,32 @@ fn add_backing(
         layers.push(layer);
         header = next;
     }
-    Ok(())
+}
+
+/// The backing images of this qcow2 image, down to the base, each with its format, as the images' headers name them. Nothing is
+/// locked.
+pub fn backing_images(path: &Path) -> Result<Vec<(PathBuf, Format)>, ImageError> {
+    let mut found = Vec::new();
+    let mut image = path.to_owned();
+    loop {
+        check_kind(&image)?;
+        let file = File::open(&image).map_err(|error| access_error(&image, "open", error))?;
+        let Some((path, format)) = backing_of(&Header::read(&file, &image, None)?, &image)? else { return Ok(found) };
+        check_length(found.len() + 1, &path)?;
+        found.push((path.clone(), format));
+        if format != Format::Qcow2 {
+            return Ok(found);
+        }
+        image = path;
+    }
+}
+
+fn check_length(images: usize, path: &Path) -> Result<(), ImageError> {
+    if images < CHAIN_MAX {
+        return Ok(());
+    }
+    let problem = format!("has more than {CHAIN_MAX} images in its backing chain");
+    Err(ImageError::Qcow2 { path: path.into(), problem, remedy: "does it lead back to itself?" })
 }
 
 fn open_layer(
@@ -305,9 +332,9 @@ fn must_be_the_same(backing: &Layer, mark: Mark, above: &[Layer]) -> Result<(), 
     Err(ImageError::Qcow2 { path: image, problem, remedy: PUT_BACK })
 }
 
-fn backing_of(header: &Header, layers: &[Layer]) -> Result<Option<(PathBuf, Format)>, ImageError> {
-    let image = &layers.last().expect("a header belongs to a layer").path;
-    let error = |problem, remedy| ImageError::Qcow2 { path: image.clone(), problem, remedy };
+/// The backing image that the header of `image` names.
+fn backing_of(header: &Header, image: &Path) -> Result<Option<(PathBuf, Format)>, ImageError> {
+    let error = |problem, remedy| ImageError::Qcow2 { path: image.into(), problem, remedy };
     let Some(name) = &header.backing else { return Ok(None) };
     let is_protocol =
         name.split_once(':').is_some_and(|(scheme, _)| scheme.chars().all(|c| c.is_ascii_alphanumeric() || c == '-'));

@@ -95,6 +95,10 @@ fn backing_chain_is_read_and_never_written() {
     qemu_img(&["create", "-q", "-f", "qcow2", "-F", "raw", "-b", "base.raw", as_str(&middle), "8M"]).unwrap();
     qemu_img(&["create", "-q", "-f", "qcow2", "-F", "qcow2", "-b", "middle.qcow2", as_str(&top)]).unwrap();
     let middle_data = fs::read(&middle).unwrap();
+    // Also while somebody else has them locked.
+    let locked = Image::open(&options(&top, Format::Qcow2)).unwrap();
+    assert_eq!(backing_images(&top).unwrap(), [(middle.clone(), Format::Qcow2), (base.clone(), Format::Raw)]);
+    drop(locked);
     exercise(&top, model, 5, true);
     assert!(fs::read(&base).unwrap() == base_data && fs::read(&middle).unwrap() == middle_data);
 
@@ -325,6 +329,8 @@ fn unusable_backing_images_are_refused_with_reason() {
     assert!(cause.starts_with("disk image DIR/disk") && names_holder(&cause, std::process::id()), "{cause}");
     let error = Image::open(&ImageOptions { read_only: true, ..options(&path, Format::Qcow2) }).unwrap_err();
     let cause = error.source().unwrap().to_string();
+    assert!(cause.contains("has more than 64 images in its backing chain"), "{cause}");
+    let cause = backing_images(&path).unwrap_err().to_string();
     assert!(cause.contains("has more than 64 images in its backing chain"), "{cause}");
 }
 
