@@ -11,6 +11,7 @@ use std::path::{Path, PathBuf};
 use roxmltree::{Document, Node};
 
 use crate::edit::Edits;
+use crate::known::unknown;
 
 /// Most queues of a disk that Hearth serves.
 pub const QUEUES_MAX: u16 = 16;
@@ -19,6 +20,46 @@ const SERIAL_BYTES_MAX: usize = 20;
 const SECTOR_BYTES: &str = "512";
 const PRESERVE: &str = "preserve";
 const MIB: u64 = 1 << 20;
+
+/// Elements of a disk that stay in the definition: they place the disk on the guest's bus.
+const PLACE: [&str; 5] = ["target", "boot", "alias", "acpi", "address"];
+/// The same, as paths.
+const PLACED: &[&str] = &["target/*", "boot/*", "alias/*", "acpi/*", "address/*"];
+/// Settings of a disk that Hearth carries out, looks at elsewhere in this file, or has by itself.
+const CARRIED: &[&str] = &[
+    "@type",
+    "@device",
+    "driver@name",
+    "driver@type",
+    "driver@cache=default",
+    "driver@cache=none",
+    "driver@cache=writeback",
+    "driver@queues",
+    "driver@discard=unmap",
+    "driver@discard_no_unref=off",
+    "driver@detect_zeroes=off",
+    "driver@copy_on_read=off",
+    "driver@error_policy=enospace",
+    "driver@rerror_policy=report",
+    "driver@ioeventfd=on",
+    "driver@event_idx=on",
+    "driver@iommu=off",
+    "driver@ats=off",
+    "driver@packed=off",
+    "driver@page_per_vq=off",
+    "source@file",
+    "source@dev",
+    // In the definition of a running domain, and which label libvirt gives to the image.
+    "source@index",
+    "source/seclabel/*",
+    "backingStore/*",
+    "readonly",
+    "serial",
+    "iotune/*",
+    "blockio@logical_block_size=0",
+    "blockio@logical_block_size=512",
+    "blockio@physical_block_size=0",
+];
 
 /// A definition that gives disks to Hearth.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -58,6 +99,17 @@ pub struct Disk {
     pub mib_per_second: Option<u64>,
     /// Limit of operations a second.
     pub iops: Option<u64>,
+    /// The backing images that the definition names.
+    pub backing: Backing,
+}
+
+/// Backing images as a definition names them. Usually it names none, and the images themselves count.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Backing {
+    /// From the disk's own one down, each with its format if that is named.
+    pub images: Vec<(PathBuf, Option<Format>)>,
+    /// Whether the last one, or the disk's image, is said to have none.
+    pub ends: bool,
 }
 
 /// Format of an image.
@@ -70,6 +122,10 @@ pub enum Format {
 }
 
 impl Format {
+    fn named(name: &str) -> Option<Self> {
+        [Self::Raw, Self::Qcow2].into_iter().find(|format| format.name() == name)
+    }
+
     /// Its name in a definition and in machine.toml.
     pub fn name(self) -> &'static str {
         match self {
@@ -129,12 +185,13 @@ pub fn name(xml: &str) -> Result<String, DefinitionError> {
 }
 
 /// The definition that gives all disks to Hearth that it can serve, and adds the disk with the cache map if that has a name.
-/// `socket`: where a disk of this name is served.
+/// `socket`: where a disk of this name is served. `check`: why the image of a disk is not what the definition says of it.
 pub fn attach(
     xml: &str,
     cache_map: Option<&str>,
     on_crash: OnCrash,
     socket: impl Fn(&str) -> PathBuf,
+    check: impl Fn(&Disk) -> Result<(), String>,
 ) -> Result<Attached, DefinitionError> {
     let document = Document::parse(xml)?;
     let domain = Domain::of(&document)?;
@@ -143,9 +200,11 @@ pub fn attach(
     let (mut disks, mut left, mut dropped) = (Vec::new(), Vec::new(), Vec::new());
     let mut edits = Edits::new(xml);
     for element in domain.disks() {
-        match Disk::of(element, vcpus, &mut dropped) {
-            Ok(disk) => {
-                let kept = ["target", "boot", "alias", "address"].into_iter().filter_map(|name| child(element, name));
+        let disk = Disk::of(element, vcpus).and_then(|(disk, lost)| check(&disk).map(|()| (disk, lost)));
+        match disk {
+            Ok((disk, lost)) => {
+                dropped.extend(lost.into_iter().map(|(what, why)| format!("{}: {what} {why}", disk.name)));
+                let kept = PLACE.into_iter().filter_map(|name| child(element, name));
                 let kept: Vec<_> = kept.map(|kept| &xml[kept.range()]).collect();
                 edits.replace(element, &served(&socket(&disk.name), disk.queues, &kept));
                 disks.push(disk);
@@ -166,6 +225,10 @@ pub fn attach(
     let (Some(memory_bytes), true) = (memory_bytes, refusals.is_empty()) else {
         return Err(DefinitionError::Refused(refusals));
     };
+    if domain.child("maxMemory").is_some() {
+        dropped
+            .push("maxMemory: memory that is plugged in while the domain runs is neither kept nor dumped".to_owned());
+    }
     domain.share_memory(&mut edits);
     let target = format!("<target dev='{}' bus='virtio'/>", domain.free_target());
     domain.report_crashes(&mut edits, on_crash, cache_map.map(|name| served(&socket(name), 1, &[&target])));
@@ -324,6 +387,12 @@ impl<'a, 'i> Domain<'a, 'i> {
         number.checked_mul(unit)
     }
 
+    /// Number of its NUMA cells.
+    pub fn numa_cells(&self) -> usize {
+        let numa = self.child("cpu").and_then(|cpu| child(cpu, "numa"));
+        numa.map_or(0, |numa| numa.children().filter(|cell| cell.has_tag_name("cell")).count())
+    }
+
     /// A target that no disk has, late in the alphabet.
     fn free_target(&self) -> String {
         let taken: Vec<_> = self.disks().map(target).collect();
@@ -372,9 +441,25 @@ impl<'a, 'i> Domain<'a, 'i> {
         if self.child("launchSecurity").is_some() {
             refuse("its memory is encrypted (launchSecurity)", "");
         }
-        let numa = self.child("cpu").and_then(|cpu| child(cpu, "numa"));
-        if numa.is_some_and(|numa| numa.children().filter(|cell| cell.has_tag_name("cell")).count() > 1) {
-            refuse("it has more than one NUMA cell, each with memory of its own", "give it one cell");
+        let cells = self.numa_cells();
+        if cells > 1 {
+            refuse(
+                &format!(
+                    "it has {cells} NUMA cells, each with memory of its own, and Hearth keeps memory in one piece"
+                ),
+                "give it one cell",
+            );
+        }
+        let plugged = self.devices.children().filter(|device| device.has_tag_name("memory"));
+        let mut models: Vec<_> = plugged.map(|memory| memory.attribute("model").unwrap_or("unknown")).collect();
+        models.sort_unstable();
+        models.dedup();
+        if !models.is_empty() {
+            let models = models.join(", ");
+            refuse(
+                &format!("it has memory devices ({models}) beside its memory, and Hearth keeps memory in one piece"),
+                "remove them, and give it a larger <memory>",
+            );
         }
         if self.devices.children().any(pins_memory) {
             refuse(
@@ -445,51 +530,69 @@ fn pins_memory(device: Node<'_, '_>) -> bool {
         || device.has_tag_name("disk") && matches!(kind, Some("nvme" | "vhostvdpa"))
 }
 
+/// A setting of a disk, and why it has no effect.
+pub(crate) type Lost = (String, &'static str);
+
 impl Disk {
-    /// The disk of this element; or why Hearth cannot serve it. Settings without effect are added to `dropped`.
-    fn of(element: Node<'_, '_>, vcpus: u16, dropped: &mut Vec<String>) -> Result<Self, String> {
-        match bus(element) {
-            "virtio" => Self::on_any_bus(element, vcpus, dropped),
-            other => Err(format!("its bus is {other}, not virtio")),
+    /// The disk of this element, with its settings that have no effect; or why Hearth cannot serve it.
+    fn of(element: Node<'_, '_>, vcpus: u16) -> Result<(Self, Vec<Lost>), String> {
+        let bus = bus(element);
+        if bus != "virtio" {
+            return Err(format!("its bus is {bus}, not virtio"));
+        }
+        match element.attribute("model") {
+            None | Some("virtio") => Self::on_any_bus(element, vcpus, &[&["@model"], PLACED]),
+            Some(other) => Err(format!("its model is {other}, not virtio")),
         }
     }
 
-    /// As `of`, whatever its bus is. `queues`: how many it has by default.
-    pub(crate) fn on_any_bus(element: Node<'_, '_>, queues: u16, dropped: &mut Vec<String>) -> Result<Self, String> {
-        let name = target(element).to_owned();
+    /// As `of`, whatever its bus is. `queues`: how many it has by default. `known`: further settings that have an effect.
+    pub(crate) fn on_any_bus(
+        element: Node<'_, '_>,
+        queues: u16,
+        known: &[&[&str]],
+    ) -> Result<(Self, Vec<Lost>), String> {
         let driver = |attribute| attribute_of(element, "driver", attribute);
         let path = image(element)?;
         must_be_plain(element)?;
         let format = match driver("type") {
-            None | Some("raw") => Format::Raw,
-            Some("qcow2") => Format::Qcow2,
-            Some(other) => return Err(format!("its format is {other}, not raw or qcow2")),
+            None => Format::Raw,
+            Some(name) => Format::named(name).ok_or_else(|| format!("its format is {name}, not raw or qcow2"))?,
         };
         let serial = text_of(element, "serial").unwrap_or_default();
-        let queues = driver("queues").and_then(|queues| queues.parse().ok()).unwrap_or(queues);
-        for (attribute, is_default) in [
-            ("iothread", false),
-            ("error_policy", driver("error_policy") == Some("stop")),
-            ("rerror_policy", false),
-            ("copy_on_read", driver("copy_on_read") == Some("off")),
-            ("detect_zeroes", driver("detect_zeroes") == Some("off")),
-        ] {
-            if let Some(value) = driver(attribute).filter(|_| !is_default) {
-                dropped.push(format!("{name}: {attribute}='{value}' has no effect"));
-            }
+        let wanted = driver("queues").and_then(|queues| queues.parse().ok()).unwrap_or(queues);
+        let mut lost = Vec::new();
+        if driver("queues").is_some() && wanted > QUEUES_MAX {
+            lost.push((format!("driver queues='{wanted}'"), "is cut to the most that Hearth serves"));
         }
-        let (mib_per_second, iops) = limits(element, &name, dropped);
-        Ok(Self {
+        let others = unknown(element, &[&[CARRIED], known].concat());
+        lost.extend(others.iter().map(|other| (other.shown(), why_lost(&other.path))));
+        let (mib_per_second, iops) = limits(element, &mut lost);
+        let disk = Self {
+            name: target(element).to_owned(),
             path,
             format,
             read_only: child(element, "readonly").is_some(),
-            direct: matches!(driver("cache"), Some("none" | "directsync")),
+            direct: driver("cache") == Some("none"),
             serial: serial.chars().take(SERIAL_BYTES_MAX).collect(),
-            queues: queues.clamp(1, QUEUES_MAX),
+            queues: wanted.clamp(1, QUEUES_MAX),
             mib_per_second,
             iops,
-            name,
-        })
+            backing: backing(element)?,
+        };
+        Ok((disk, lost))
+    }
+}
+
+/// Why a setting of a disk has no effect.
+fn why_lost(path: &str) -> &'static str {
+    match path {
+        "driver@cache" => "has no effect: what the guest flushes is made durable",
+        "driver@discard" | "driver@discard_no_unref" => "has no effect: the guest's discards free space in the image",
+        "driver@error_policy" | "driver@rerror_policy" => {
+            "has no effect: the guest waits while the image's file system is full, and sees all other errors"
+        }
+        _ => "has no effect",
     }
 }
 
@@ -512,55 +615,86 @@ fn image(disk: Node<'_, '_>) -> Result<PathBuf, String> {
     path.ok_or_else(|| "it has no image".to_owned())
 }
 
-/// Refuses a disk that has something Hearth does not do.
+/// Refuses a disk that would not be the same one without something that Hearth does not do.
 fn must_be_plain(disk: Node<'_, '_>) -> Result<(), String> {
+    let has = |name| child(disk, name).is_some();
     let source = child(disk, "source");
     let in_source = |name| source.is_some_and(|source| child(source, name).is_some());
-    if child(disk, "encryption").is_some() || in_source("encryption") {
-        return Err("it is encrypted".to_owned());
-    }
-    if disk.attribute("device") == Some("lun") {
-        return Err("it passes SCSI commands on (device='lun')".to_owned());
-    }
-    for (name, why) in [
-        ("transient", "its changes are to be dropped (transient)"),
-        ("shareable", "other domains use it, too (shareable)"),
-        ("mirror", "a block job is under way"),
+    let driver = |attribute| attribute_of(disk, "driver", attribute);
+    for (is_so, why) in [
+        (has("encryption") || in_source("encryption"), "it is encrypted"),
+        (disk.attribute("device") == Some("lun"), "it passes SCSI commands on (device='lun')"),
+        (has("transient"), "its changes are to be dropped (transient)"),
+        (has("shareable"), "other domains use it, too (shareable)"),
+        (has("mirror"), "a block job is under way"),
+        (in_source("slices"), "it is a part of its file (slices)"),
+        (in_source("dataStore"), "its data is in a file beside its image (dataStore)"),
+        (source.is_some_and(|source| source.has_attribute("fdgroup")), "another program opens its image (fdgroup)"),
     ] {
-        if child(disk, name).is_some() {
+        if is_so {
             return Err(why.to_owned());
         }
     }
-    if in_source("slices") {
-        return Err("it is a part of its file (slices)".to_owned());
+    if let Some(cache @ ("writethrough" | "directsync")) = driver("cache") {
+        return Err(format!(
+            "each write is to be durable before it is answered (cache='{cache}'), and Hearth makes writes durable when the \
+             guest flushes; choose cache='none' if the guest flushes its disks, as current systems do"
+        ));
     }
-    let backing = child(disk, "backingStore").and_then(|backing| backing.attribute("type"));
-    if backing.is_some_and(|kind| !matches!(kind, "file" | "block")) {
-        return Err("its backing image is not a file".to_owned());
+    let sector = attribute_of(disk, "blockio", "logical_block_size").unwrap_or("0");
+    if !matches!(sector, "0" | SECTOR_BYTES) {
+        return Err(format!("its sectors have {sector} bytes, not {SECTOR_BYTES}"));
     }
-    let sector = ["logical_block_size", "physical_block_size"].map(|size| attribute_of(disk, "blockio", size));
-    if sector[0].is_some_and(|bytes| bytes != SECTOR_BYTES && bytes != "0") {
-        return Err(format!("its sectors have {} bytes, not {SECTOR_BYTES}", sector[0].unwrap_or_default()));
-    }
-    let driver = |attribute| attribute_of(disk, "driver", attribute) == Some("on");
-    match ["iommu", "ats", "packed"].into_iter().find(|attribute| driver(attribute)) {
+    match ["iommu", "ats", "packed"].into_iter().find(|attribute| driver(attribute) == Some("on")) {
         Some(attribute) => Err(format!("its driver has {attribute}='on'")),
         None => Ok(()),
     }
 }
 
-/// Limits of MiB and of operations a second. Others that the disk has are added to `dropped`.
-fn limits(disk: Node<'_, '_>, name: &str, dropped: &mut Vec<String>) -> (Option<u64>, Option<u64>) {
+/// The backing images that the definition names; or why Hearth cannot use one.
+fn backing(disk: Node<'_, '_>) -> Result<Backing, String> {
+    let mut backing = Backing::default();
+    let mut above = disk;
+    while let Some(store) = child(above, "backingStore") {
+        let Some(kind) = store.attribute("type") else {
+            backing.ends = true;
+            break;
+        };
+        let source = child(store, "source");
+        let path = match kind {
+            "file" => attribute_of(store, "source", "file"),
+            "block" => attribute_of(store, "source", "dev"),
+            _ => None,
+        };
+        let path = path.ok_or("its backing image is not a file")?;
+        if source.is_some_and(|source| {
+            ["encryption", "slices", "dataStore"].iter().any(|name| child(source, name).is_some())
+        }) {
+            return Err(format!("its backing image {path} is encrypted, or a part of its file"));
+        }
+        let format = attribute_of(store, "format", "type");
+        let format =
+            format.map(|name| Format::named(name).ok_or_else(|| format!("its backing image has the format {name}")));
+        backing.images.push((path.into(), format.transpose()?));
+        above = store;
+    }
+    Ok(backing)
+}
+
+/// Limits of MiB and of operations a second. Others that the disk has are added to `lost`.
+fn limits(disk: Node<'_, '_>, lost: &mut Vec<Lost>) -> (Option<u64>, Option<u64>) {
     let Some(tuning) = child(disk, "iotune") else { return (None, None) };
     let (mut mib_per_second, mut iops) = (None, None);
     for limit in tuning.children().filter(Node::is_element) {
-        let value = limit.text().and_then(|value| value.trim().parse::<u64>().ok()).unwrap_or(0);
-        match limit.tag_name().name() {
-            _ if value == 0 => {}
-            "total_bytes_sec" => mib_per_second = Some(value.div_ceil(MIB)),
-            "total_iops_sec" => iops = Some(value),
-            other => dropped.push(format!(
-                "{name}: the limit {other} has no effect; Hearth limits reads and writes together (mib_per_second, iops)"
+        let value = limit.text().and_then(|value| value.trim().parse::<u64>().ok());
+        match (limit.tag_name().name(), value) {
+            // No limit.
+            (_, Some(0)) => {}
+            ("total_bytes_sec", Some(bytes)) => mib_per_second = Some(bytes.div_ceil(MIB)),
+            ("total_iops_sec", Some(requests)) => iops = Some(requests),
+            (other, _) => lost.push((
+                format!("iotune/{other}"),
+                "has no effect: Hearth limits the reads and writes of each disk together (mib_per_second, iops)",
             )),
         }
     }
@@ -574,44 +708,7 @@ fn escaped(text: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    const PLAIN: &str = "<domain type='kvm'>
-  <name>web</name>
-  <uuid>7ff91744-3560-45d6-a0c5-e279a76bb8e0</uuid>
-  <memory unit='KiB'>2097152</memory>
-  <currentMemory unit='KiB'>2097152</currentMemory>
-  <vcpu placement='static'>2</vcpu>
-  <os>
-    <type arch='x86_64' machine='pc-q35-7.2'>hvm</type>
-    <boot dev='hd'/>
-  </os>
-  <features>
-    <acpi/>
-    <apic/>
-  </features>
-  <on_poweroff>destroy</on_poweroff>
-  <on_reboot>restart</on_reboot>
-  <on_crash>destroy</on_crash>
-  <devices>
-    <emulator>/usr/bin/qemu-system-x86_64</emulator>
-    <disk type='file' device='disk'>
-      <driver name='qemu' type='qcow2' cache='none' discard='unmap'/>
-      <source file='/var/lib/libvirt/images/web.qcow2'/>
-      <target dev='vda' bus='virtio'/>
-      <serial>root</serial>
-      <address type='pci' domain='0x0000' bus='0x04' slot='0x00' function='0x0'/>
-    </disk>
-    <disk type='file' device='cdrom'>
-      <driver name='qemu' type='raw'/>
-      <target dev='sda' bus='sata'/>
-      <readonly/>
-    </disk>
-    <interface type='network'>
-      <source network='default'/>
-    </interface>
-  </devices>
-</domain>
-";
+    use crate::fixture::{DOMAIN, with, with_cpu, with_device, with_setting};
 
     fn socket(disk: &str) -> PathBuf {
         PathBuf::from(format!("/run/hearth/web/disk-{disk}.sock"))
@@ -621,14 +718,20 @@ mod tests {
         path.starts_with("/run/hearth/web")
     }
 
+    /// The images are what the definition says.
+    #[allow(clippy::unnecessary_wraps, reason = "as `attach` wants it")]
+    fn sound(_: &Disk) -> Result<(), String> {
+        Ok(())
+    }
+
     fn refused(xml: &str) -> String {
-        attach(xml, None, OnCrash::Restart, socket).unwrap_err().to_string()
+        attach(xml, None, OnCrash::Restart, socket, sound).unwrap_err().to_string()
     }
 
     #[test]
     fn plain_domain_changes_only_where_it_must() {
-        let attached = attach(PLAIN, Some("cache-map"), OnCrash::Restart, socket).unwrap();
-        let expect = PLAIN
+        let attached = attach(DOMAIN, Some("cache-map"), OnCrash::Restart, socket, sound).unwrap();
+        let expect = DOMAIN
             .replace(
                 "  <vcpu placement",
                 "  <memoryBacking>\n    <source type='memfd'/>\n    <access mode='shared'/>\n  </memoryBacking>\n  <vcpu placement",
@@ -651,8 +754,8 @@ mod tests {
 ",
             )
             .replace(
-                "    </interface>\n",
-                "    </interface>
+                "    </rng>\n",
+                "    </rng>
     <disk type='vhostuser' device='disk'>
       <driver name='qemu' type='raw' queues='1'/>
       <source type='unix' path='/run/hearth/web/disk-cache-map.sock'>
@@ -674,11 +777,12 @@ mod tests {
             queues: 2,
             mib_per_second: None,
             iops: None,
+            backing: Backing::default(),
         };
         assert_eq!((attached.disks, attached.left, attached.dropped), (vec![disk], vec![], vec![]));
         assert_eq!(disk_sockets(&attached.xml).unwrap(), [socket("vda"), socket("cache-map")]);
-        assert!(disk_sockets(PLAIN).unwrap().is_empty());
-        let empty = empty(PLAIN, "probe").unwrap();
+        assert!(disk_sockets(DOMAIN).unwrap().is_empty());
+        let empty = empty(DOMAIN, "probe").unwrap();
         assert!(
             empty.contains("<name>probe</name>") && empty.contains("<emulator>/usr/bin/qemu-system-x86_64</emulator>")
         );
@@ -686,26 +790,26 @@ mod tests {
 
     #[test]
     fn detaching_restores_the_definition_and_keeps_later_changes() {
-        let attached = attach(PLAIN, Some("cache-map"), OnCrash::Restart, socket).unwrap().xml;
-        assert_eq!(detach(&attached, PLAIN, is_ours).unwrap(), PLAIN);
+        let attached = attach(DOMAIN, Some("cache-map"), OnCrash::Restart, socket, sound).unwrap().xml;
+        assert_eq!(detach(&attached, DOMAIN, is_ours).unwrap(), DOMAIN);
         let later = |text: &str| text.replace(">2097152<", ">4194304<").replace("network='default'", "network='lan'");
-        assert_eq!(detach(&later(&attached), PLAIN, is_ours).unwrap(), later(PLAIN));
-        assert_eq!(detach(PLAIN, PLAIN, is_ours).unwrap(), PLAIN, "what is not attached stays");
+        assert_eq!(detach(&later(&attached), DOMAIN, is_ours).unwrap(), later(DOMAIN));
+        assert_eq!(detach(DOMAIN, DOMAIN, is_ours).unwrap(), DOMAIN, "what is not attached stays");
     }
 
     #[test]
     fn settings_that_were_there_come_back() {
-        let was = PLAIN
+        let was = DOMAIN
             .replace("  <vcpu placement", "  <memoryBacking>\n    <nosharepages/>\n    <source type='file'/>\n  </memoryBacking>\n  <vcpu placement")
             .replace("    <apic/>\n", "    <apic/>\n    <vmcoreinfo state='off'/>\n")
             .replace("    </interface>\n", "    </interface>\n    <panic model='pvpanic'/>\n");
-        let attached = attach(&was, None, OnCrash::Restart, socket).unwrap().xml;
-        let neither = PLAIN.replace(
+        let attached = attach(&was, None, OnCrash::Restart, socket, sound).unwrap().xml;
+        let neither = DOMAIN.replace(
             "  <vcpu placement",
             "  <memoryBacking>\n    <nosharepages/>\n  </memoryBacking>\n  <vcpu placement",
         );
         assert_eq!(
-            detach(&attach(&neither, None, OnCrash::Restart, socket).unwrap().xml, &neither, is_ours).unwrap(),
+            detach(&attach(&neither, None, OnCrash::Restart, socket, sound).unwrap().xml, &neither, is_ours).unwrap(),
             neither
         );
         let backing = "<memoryBacking>\n    <nosharepages/>\n    <source type='memfd'/>\n    <access mode='shared'/>\n  </memoryBacking>";
@@ -717,13 +821,13 @@ mod tests {
     #[test]
     fn crashed_guest_is_preserved_for_its_dump() {
         let on_crash = |text: &str| format!("<on_crash>{text}</on_crash>");
-        let own_device = PLAIN.replace("    </interface>\n", "    </interface>\n    <panic model='pvpanic'/>\n");
-        let none = PLAIN.replace("  <on_crash>destroy</on_crash>\n", "");
-        for plain in [PLAIN, &own_device, &none, &PLAIN.replace(&on_crash("destroy"), &on_crash("preserve"))] {
-            let attached = attach(plain, None, OnCrash::Preserve, socket).unwrap().xml;
+        let own_device = DOMAIN.replace("    </interface>\n", "    </interface>\n    <panic model='pvpanic'/>\n");
+        let none = DOMAIN.replace("  <on_crash>destroy</on_crash>\n", "");
+        for plain in [DOMAIN, &own_device, &none, &DOMAIN.replace(&on_crash("destroy"), &on_crash("preserve"))] {
+            let attached = attach(plain, None, OnCrash::Preserve, socket, sound).unwrap().xml;
             assert!(preserves_crashed(&attached).unwrap(), "{attached}");
             assert_eq!(detach(&attached, plain, is_ours).unwrap(), plain);
-            let restarts = attach(plain, None, OnCrash::Restart, socket).unwrap().xml;
+            let restarts = attach(plain, None, OnCrash::Restart, socket, sound).unwrap().xml;
             assert_eq!(preserves_crashed(&restarts).unwrap(), preserves_crashed(plain).unwrap(), "{restarts}");
         }
     }
@@ -737,30 +841,158 @@ mod tests {
             ("<memory unit='GiB'> 3 </memory>", 3 << 30),
             ("<memory unit='T'>1</memory>", 1 << 40),
         ] {
-            let xml = PLAIN.replace("<memory unit='KiB'>2097152</memory>", memory);
-            assert_eq!(attach(&xml, None, OnCrash::Restart, socket).unwrap().memory_bytes, bytes, "{memory}");
+            let xml = DOMAIN.replace("<memory unit='KiB'>2097152</memory>", memory);
+            assert_eq!(attach(&xml, None, OnCrash::Restart, socket, sound).unwrap().memory_bytes, bytes, "{memory}");
         }
     }
 
     #[test]
-    fn limits_and_settings_without_effect_are_told() {
-        let tuned = PLAIN.replace("cache='none'", "cache='writeback' queues='64' iothread='1'").replace(
+    fn limits_are_carried_over_or_told() {
+        let tuned = DOMAIN.replace("cache='none'", "cache='writeback' queues='64'").replace(
             "<serial>root</serial>",
             "<iotune><total_bytes_sec>10000000</total_bytes_sec><total_iops_sec>500</total_iops_sec>\
-             <read_iops_sec>9</read_iops_sec><write_iops_sec>0</write_iops_sec></iotune><readonly/>",
+             <read_iops_sec>9</read_iops_sec><write_iops_sec>0</write_iops_sec><group_name>a</group_name></iotune><readonly/>",
         );
-        let attached = attach(&tuned, None, OnCrash::Restart, socket).unwrap();
+        let attached = attach(&tuned, None, OnCrash::Restart, socket, sound).unwrap();
         let disk = &attached.disks[0];
         assert_eq!((disk.mib_per_second, disk.iops, disk.queues), (Some(10), Some(500), QUEUES_MAX));
         assert!(disk.read_only && !disk.direct && disk.serial.is_empty());
-        let [iothread, limit] = &attached.dropped[..] else { panic!("{:?}", attached.dropped) };
-        assert_eq!(iothread, "vda: iothread='1' has no effect");
-        assert!(limit.contains("read_iops_sec"), "{limit}");
+        let [queues, limit, group] = &attached.dropped[..] else { panic!("{:?}", attached.dropped) };
+        assert_eq!(queues, "vda: driver queues='64' is cut to the most that Hearth serves");
+        assert!(limit.contains("read_iops_sec") && group.contains("group_name"), "{limit} {group}");
+    }
+
+    /// Settings of a virtio disk, as libvirt's schema has them: <https://libvirt.org/formatdomain.html>.
+    const SETTINGS: [(Fate, &str); 3] = [
+        (
+            Fate::Carried,
+            "@type=file @device=disk @model=virtio driver@name=qemu driver@type=raw driver@cache=default driver@cache=none \
+             driver@cache=writeback driver@error_policy=enospace driver@rerror_policy=report driver@ioeventfd=on \
+             driver@event_idx=on driver@copy_on_read=off driver@discard=unmap driver@discard_no_unref=off \
+             driver@detect_zeroes=off driver@queues=7 driver@iommu=off driver@ats=off driver@packed=off driver@page_per_vq=off \
+             source@file=/x source@index=1 source/seclabel@relabel=no source/seclabel/label backingStore@index=1 \
+             target@dev=vdb target@bus=virtio target@tray target@removable target@rotation_rate boot@order=1 boot@loadparm \
+             readonly serial iotune/total_bytes_sec iotune/total_iops_sec alias@name=a acpi@index=1 address@type=pci \
+             address@domain address@bus address@slot address@function address@multifunction address/zpci@uid=1 blockio@logical_block_size=512",
+        ),
+        (
+            Fate::Told,
+            "@snapshot=external @rawio=yes @sgio=filtered driver@cache=unsafe driver@error_policy=stop \
+             driver@error_policy=report driver@error_policy=ignore driver@rerror_policy=stop driver@rerror_policy=ignore \
+             driver@io=native driver@io=threads driver@io=io_uring driver@ioeventfd=off driver@event_idx=off \
+             driver@copy_on_read=on driver@discard=ignore driver@discard_no_unref=on driver@detect_zeroes=on \
+             driver@detect_zeroes=unmap driver@iothread=1 driver/iothreads driver@queues=64 driver@queue_size=256 \
+             driver@page_per_vq=on driver/metadata_cache/max_size driver/statistics/statistic \
+             driver@virtio_discard=off driver@virtio_write_zeroes=off source@startupPolicy=optional source/reservations \
+             source/privateData auth/secret backenddomain@name iotune/read_bytes_sec iotune/write_bytes_sec iotune/read_iops_sec \
+             iotune/write_iops_sec iotune/total_bytes_sec_max iotune/read_bytes_sec_max iotune/write_bytes_sec_max \
+             iotune/total_iops_sec_max iotune/read_iops_sec_max iotune/write_iops_sec_max iotune/size_iops_sec iotune/group_name \
+             iotune/total_bytes_sec_max_length iotune/read_bytes_sec_max_length iotune/write_bytes_sec_max_length \
+             iotune/total_iops_sec_max_length iotune/read_iops_sec_max_length iotune/write_iops_sec_max_length \
+             throttlefilters/throttlefilter geometry@cyls=16383 geometry@heads geometry@secs geometry@trans \
+             blockio@physical_block_size=4096 blockio@discard_granularity=4096 wwn vendor product privateData \
+             setting-of-tomorrow driver@setting-of-tomorrow",
+        ),
+        (
+            Fate::Refused,
+            "@type=dir @type=network @type=volume @type=nvme @type=vhostuser @type=vhostvdpa @device=lun \
+             @model=virtio-transitional @model=virtio-non-transitional driver@type=qed driver@cache=writethrough \
+             driver@cache=directsync driver@iommu=on driver@ats=on driver@packed=on source@fdgroup=a source/slices/slice \
+             source/encryption source/dataStore encryption@format=luks shareable transient transient@shareBacking=yes mirror@job=copy \
+             target@bus=scsi blockio@logical_block_size=4096 backingStore@type=network backingStore@type=file",
+        ),
+    ];
+
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    enum Fate {
+        Carried,
+        Told,
+        Refused,
     }
 
     #[test]
-    fn disk_that_cannot_be_served_stays() {
-        let second = |element: &str| PLAIN.replace("    <interface", &format!("    {element}\n    <interface"));
+    fn no_setting_of_a_disk_is_lost_in_silence() {
+        const PLAIN: &str = "<disk type='file' device='disk'><driver name='qemu' type='raw'/><source file='/x'/>\
+                             <target dev='vdb' bus='virtio'/></disk>";
+        for (expect, paths) in SETTINGS {
+            for path in paths.split_whitespace() {
+                let element = with(PLAIN, path);
+                let attached = match attach(&with_device(&element), None, OnCrash::Restart, socket, sound) {
+                    Ok(attached) => attached,
+                    // Devices of the host, with which no memory of the domain can be kept.
+                    Err(DefinitionError::Refused(_)) if expect == Fate::Refused => continue,
+                    Err(error) => panic!("{path}: {error}"),
+                };
+                let fate = match &attached.left[..] {
+                    [] if attached.dropped.is_empty() => Fate::Carried,
+                    [] => Fate::Told,
+                    [left] => {
+                        assert!(attached.xml.contains(&element), "it stays as it was: {element}");
+                        assert!(left.name == "vdb" && !left.why.is_empty(), "{left:?}");
+                        Fate::Refused
+                    }
+                    more => panic!("{path}: {more:?}"),
+                };
+                assert_eq!(fate, expect, "{path}: {:?} {:?}", attached.left, attached.dropped);
+                let first = path.split(['/', '@', '=']).find(|name| !name.is_empty()).unwrap_or_default();
+                let is_named = attached.dropped.iter().all(|told| told.starts_with("vdb: ") && told.contains(first));
+                assert!(is_named, "{path}: {:?}", attached.dropped);
+            }
+        }
+    }
+
+    #[test]
+    fn setting_without_effect_is_told_with_its_value() {
+        let told = |attribute: &str| {
+            let xml = DOMAIN.replace("discard='unmap'", attribute);
+            attach(&xml, None, OnCrash::Restart, socket, sound).unwrap().dropped.concat()
+        };
+        assert_eq!(told("io='native'"), "vda: driver io='native' has no effect");
+        let kept = told("discard='ignore'");
+        assert_eq!(kept, "vda: driver discard='ignore' has no effect: the guest's discards free space in the image");
+    }
+
+    #[test]
+    fn backing_images_are_read_from_the_definition() {
+        let chain = |inner: &str| {
+            let xml = DOMAIN.replace("<serial>root</serial>", inner);
+            attach(&xml, None, OnCrash::Restart, socket, sound).map(|attached| attached.disks[0].backing.clone())
+        };
+        assert_eq!(chain("").unwrap(), Backing::default());
+        assert_eq!(chain("<backingStore/>").unwrap(), Backing { images: vec![], ends: true });
+        let two = "<backingStore type='file'><format type='qcow2'/><source file='/a'/>\
+                   <backingStore type='block'><format type='raw'/><source dev='/dev/b'/>END</backingStore></backingStore>";
+        let images = vec![("/a".into(), Some(Format::Qcow2)), ("/dev/b".into(), Some(Format::Raw))];
+        assert_eq!(chain(&two.replace("END", "")).unwrap(), Backing { images: images.clone(), ends: false });
+        assert_eq!(chain(&two.replace("END", "<backingStore/>")).unwrap(), Backing { images, ends: true });
+        for (inner, why) in [
+            ("<backingStore type='network'><source protocol='nbd'/></backingStore>", "not a file"),
+            ("<backingStore type='file'><format type='vmdk'/><source file='/a'/></backingStore>", "format vmdk"),
+            (
+                "<backingStore type='file'><source file='/a'><slices/></source></backingStore>",
+                "/a is encrypted, or a part",
+            ),
+        ] {
+            let refused = chain(inner).unwrap_err().to_string();
+            assert!(refused.contains(why), "{refused}");
+        }
+    }
+
+    #[test]
+    fn disk_whose_image_is_another_one_stays() {
+        let check = |disk: &Disk| match disk.name.as_str() {
+            "vda" => Err("its image is another one".to_owned()),
+            _ => Ok(()),
+        };
+        let refused = attach(DOMAIN, None, OnCrash::Restart, socket, check).unwrap_err().to_string();
+        assert!(refused.contains("vda: its image is another one"), "{refused}");
+        let second = "<disk type='file'><source file='/x'/><target dev='vdb' bus='virtio'/></disk>";
+        let attached = attach(&with_device(second), None, OnCrash::Restart, socket, check).unwrap();
+        assert_eq!((attached.disks.len(), attached.left[0].name.as_str()), (1, "vda"));
+    }
+
+    #[test]
+    fn disk_that_cannot_be_served_is_told_why() {
         for (element, why) in [
             ("<disk type='network' device='disk'><target dev='vdb' bus='virtio'/></disk>", "network"),
             ("<disk type='file'><source file='/x'/><target dev='vdb' bus='scsi'/></disk>", "scsi"),
@@ -772,15 +1004,13 @@ mod tests {
                 "<disk type='file'><source file='/x'><encryption format='luks'/></source><target dev='vdb' bus='virtio'/></disk>",
                 "encrypted",
             ),
-            ("<disk type='file'><source file='/x'/><target dev='vdb' bus='virtio'/><shareable/></disk>", "shareable"),
             (
-                "<disk type='file'><source file='/x'/><target dev='vdb' bus='virtio'/><blockio logical_block_size='4096'/></disk>",
-                "4096",
+                "<disk type='file'><driver cache='directsync'/><source file='/x'/><target dev='vdb' bus='virtio'/></disk>",
+                "choose cache='none'",
             ),
             ("<disk type='file'><target dev='vdb' bus='virtio'/></disk>", "no image"),
-            ("<disk type='block' device='lun'><source dev='/x'/><target dev='vdb' bus='virtio'/></disk>", "SCSI"),
         ] {
-            let attached = attach(&second(element), None, OnCrash::Restart, socket).unwrap();
+            let attached = attach(&with_device(element), None, OnCrash::Restart, socket, sound).unwrap();
             assert!(attached.xml.contains(element), "{element}");
             let [left] = &attached.left[..] else { panic!("{element}: {:?}", attached.left) };
             assert!(left.name == "vdb" && left.why.contains(why), "{left:?}");
@@ -789,29 +1019,36 @@ mod tests {
 
     #[test]
     fn domain_that_cannot_be_attached_is_told_all_reasons() {
-        let memory = |element: &str| {
-            PLAIN
-                .replace("  <vcpu placement", &format!("  <memoryBacking>{element}</memoryBacking>\n  <vcpu placement"))
-        };
-        let device = |element: &str| PLAIN.replace("    <interface", &format!("    {element}\n    <interface"));
+        let memory = |element: &str| with_setting(&format!("<memoryBacking>{element}</memoryBacking>"));
+        let cells = |count: usize| with_cpu(&format!("<cpu><numa>{}</numa></cpu>", "<cell/>".repeat(count)));
         for (xml, why) in [
             (memory("<hugepages/>"), "huge pages"),
             (memory("<locked/>"), "locked"),
             (memory("<allocation mode='immediate'/>"), "all of its memory is taken"),
-            (device("<hostdev mode='subsystem' type='pci'/>"), "passed through"),
-            (PLAIN.replace("bus='virtio'", "bus='sata'"), "vda: its bus is sata"),
-            (PLAIN.replace("type='kvm'", "type='xen'"), "not a QEMU domain"),
-            (PLAIN.replace("<memory unit='KiB'>", "<memory unit='bushels'>"), "no size"),
-            (PLAIN.replace("x86_64", "aarch64"), "x86_64"),
-            (PLAIN.replace("  <features>", "  <cpu><numa><cell/><cell/></numa></cpu>\n  <features>"), "NUMA"),
+            (with_device("<hostdev mode='subsystem' type='pci'/>"), "passed through"),
+            (DOMAIN.replace("bus='virtio'", "bus='sata'"), "vda: its bus is sata"),
+            (DOMAIN.replace("type='kvm'", "type='xen'"), "not a QEMU domain"),
+            (DOMAIN.replace("<memory unit='KiB'>", "<memory unit='bushels'>"), "no size"),
+            (DOMAIN.replace("x86_64", "aarch64"), "x86_64"),
+            (cells(2), "2 NUMA cells"),
+            (
+                with_device("<memory model='dimm'/>\n    <memory model='virtio-mem'/>"),
+                "memory devices (dimm, virtio-mem)",
+            ),
         ] {
             assert!(refused(&xml).contains(why), "{why}: {}", refused(&xml));
         }
+        // One cell is one piece of memory. What is plugged in later is not.
+        let one = attach(&cells(1), None, OnCrash::Restart, socket, sound).unwrap();
+        assert!(one.dropped.is_empty(), "{:?}", one.dropped);
+        let slots = with_setting("<maxMemory slots='4' unit='GiB'>8</maxMemory>");
+        let [told] = &attach(&slots, None, OnCrash::Restart, socket, sound).unwrap().dropped[..] else { panic!() };
+        assert!(told.starts_with("maxMemory: "), "{told}");
         let both = memory("<hugepages/>").replace("bus='virtio'", "bus='sata'");
         assert!(refused(&both).contains("huge pages") && refused(&both).contains("sata"));
         assert!(
-            attach("<domain", None, OnCrash::Restart, socket).is_err()
-                && attach("<domain/>", None, OnCrash::Restart, socket).is_err()
+            attach("<domain", None, OnCrash::Restart, socket, sound).is_err()
+                && attach("<domain/>", None, OnCrash::Restart, socket, sound).is_err()
         );
     }
 }

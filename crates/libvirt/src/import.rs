@@ -8,6 +8,7 @@ use std::path::PathBuf;
 use roxmltree::{Document, Node};
 
 use crate::definition::{DefinitionError, Disk, Domain, Refusal, attribute_of, bus, child, target, text_of};
+use crate::known::{Unknown, unknown};
 
 const AGENT_CHANNEL: &str = "org.qemu.guest_agent.0";
 
@@ -76,8 +77,125 @@ pub struct Left {
     pub why: String,
 }
 
+/// Settings of a domain that a machine has too, or that are looked at below.
+const KNOWN: &[&str] = &[
+    "@type",
+    "@id",
+    "name",
+    "memory@unit",
+    "currentMemory@unit",
+    "vcpu@placement=static",
+    "vcpu@current",
+    "os@firmware",
+    "os/type@arch",
+    "os/type@machine",
+    "os/boot@dev",
+    "os/kernel",
+    "os/initrd",
+    "os/cmdline",
+    "os/firmware/*",
+    "os/loader@readonly",
+    "os/loader@secure",
+    "os/loader@type",
+    "os/loader@format",
+    "os/nvram@template",
+    "os/nvram@templateFormat",
+    "os/nvram@type",
+    "os/nvram@format",
+    "os/nvram/source@file",
+    "os/nvram/source@index",
+    "cpu@mode",
+    "cpu@match",
+    "cpu@check",
+    "cpu@migratable=on",
+    "cpu/model@fallback",
+    "cpu/vendor",
+    "cpu/topology/*",
+    "cpu/feature@policy",
+    "cpu/feature@name",
+    "cpu/numa/*",
+    "clock@offset",
+    "clock/timer/*",
+    "on_poweroff",
+    "on_reboot",
+    "on_crash",
+    "memoryBacking/hugepages/*",
+    "memoryBacking/locked",
+    // How a machine has them by itself.
+    "features/acpi",
+    "features/apic",
+    "features/pae",
+    "features/vmcoreinfo@state",
+    "memoryBacking/source@type",
+    "memoryBacking/access@mode",
+    "memoryBacking/allocation@mode=ondemand",
+    // Only libvirt reads them.
+    "title",
+    "description",
+    "metadata/*",
+    "seclabel/*",
+    "devices/*",
+];
+
+/// Devices that a machine has too, or that are looked at below.
+const KNOWN_DEVICES: &[&str] = &[
+    "emulator",
+    "disk/*",
+    "interface/*",
+    "channel/*",
+    "watchdog/*",
+    "memballoon/*",
+    "memory/*",
+    "controller@type",
+    "controller@index",
+    "controller@model",
+    "controller@ports",
+    "controller/master/*",
+    "controller/model/*",
+    "controller/target/*",
+    "controller/alias/*",
+    "controller/address/*",
+    "serial@type=pty",
+    "serial/source/*",
+    "serial/target@type=isa-serial",
+    "serial/target@port",
+    "serial/target/model/*",
+    "serial/alias/*",
+    "serial/address/*",
+    "console@type",
+    "console@tty",
+    "console/source/*",
+    "console/target/*",
+    "console/alias/*",
+    "rng@model=virtio",
+    "rng/backend@model=random",
+    "rng/backend@model=builtin",
+    "rng/alias/*",
+    "rng/address/*",
+    "panic/*",
+];
+
+/// Settings of a disk that count, beside those that Hearth carries over.
+const KNOWN_OF_DISK: &[&str] = &["target@dev", "target@bus", "boot@order", "alias/*", "address/*"];
+
+/// Settings of a network that a machine has too, or that are looked at below.
+const KNOWN_OF_NET: &[&str] = &[
+    "@type",
+    "mac@address",
+    "target@dev",
+    "target@managed",
+    "backend@type",
+    "model@type",
+    "boot@order",
+    "portForward@proto",
+    "portForward@address",
+    "portForward/range/*",
+    "alias/*",
+    "address/*",
+];
+
 /// Devices that a machine does not have: their elements, and why.
-const DEVICES: [(&[&str], &str); 6] = [
+const DEVICES: [(&[&str], &str); 5] = [
     (
         &["graphics", "video", "input", "sound", "audio"],
         "a machine has a serial console, and no display, keyboard or sound",
@@ -86,24 +204,27 @@ const DEVICES: [(&[&str], &str); 6] = [
     (&["redirdev", "redirfilter", "smartcard", "hub"], "a machine has no USB"),
     (&["filesystem"], "Hearth shares no folders of the host with a guest"),
     (&["tpm"], "a machine has no TPM; what the guest has sealed with it stays sealed"),
-    (&["vsock", "shmem", "iommu", "crypto", "nvram", "pstore", "lease", "parallel"], "a machine has no such device"),
 ];
 
 /// Settings of the whole domain that a machine does not have.
-const SETTINGS: [(&[&str], &str); 6] = [
+const SETTINGS: [(&[&str], &str); 9] = [
     (
-        &["cputune", "memtune", "blkiotune", "numatune", "resource"],
+        &["vcpu@cpuset", "cputune", "memtune", "blkiotune", "numatune", "resource"],
         "Hearth sets no limits of the host for QEMU; the service that runs the machine can (systemd: CPUQuota=, AllowedCPUs=)",
     ),
-    (&["iothreads", "iothreadids"], "each disk has a thread of its own"),
+    (&["iothreads", "iothreadids", "defaultiothread"], "each disk has a thread of its own"),
     (&["maxMemory"], "no memory can be plugged in"),
     (&["uuid"], "a machine has none; a guest that needs it gets it with extra_qemu_args = [\"-uuid\", \"...\"]"),
-    (&["sysinfo"], "a machine has no SMBIOS strings"),
+    (&["genid"], "a machine has a generation ID of its own"),
+    (&["sysinfo", "os/smbios"], "a machine has no SMBIOS strings"),
+    (&["pm"], "QEMU's defaults are used"),
+    (&["features/hyperv"], "the guest gets none of these; `cpu_model` can name them, such as hv_relaxed and hv_vapic"),
     (&["commandline"], "Hearth's command line differs from libvirt's; what is still wanted goes into extra_qemu_args"),
 ];
 
 /// The domain as a machine.
-pub fn import(xml: &str) -> Result<Imported, DefinitionError> {
+/// `check`: why the image of a disk is not what the definition says of it.
+pub fn import(xml: &str, check: impl Fn(&Disk) -> Result<(), String>) -> Result<Imported, DefinitionError> {
     let document = Document::parse(xml)?;
     let domain = Domain::of(&document)?;
     let mut left = Lefts::default();
@@ -119,7 +240,7 @@ pub fn import(xml: &str) -> Result<Imported, DefinitionError> {
     settings(&domain, &mut left);
     let (cpu_model, accelerator) = (cpu_model(&domain, &mut left), accelerator(&domain));
     let machine_type = machine_type(&domain, &mut left);
-    let disks = disks(&domain, &mut left);
+    let disks = disks(&domain, &mut left, check);
     let nets = elements(domain.devices, "interface").filter_map(|element| net(element, &mut left)).collect();
     let (guest_agent, watchdog) = (has_agent(&domain, &mut left), watchdog(&domain, &mut left));
     devices(&domain, &mut left);
@@ -192,8 +313,8 @@ fn boot(domain: &Domain<'_, '_>, left: &mut Lefts) -> Result<Boot, Refusal> {
         let cmdline = text_of(os, "cmdline").unwrap_or_default().to_owned();
         return Ok(Boot::Kernel { kernel: kernel.into(), initrd, cmdline });
     }
-    if let Some(first) = elements(os, "boot").find_map(|boot| boot.attribute("dev")).filter(|first| *first != "hd") {
-        left.add(format!("boot from {first}"), "a machine boots from its disks");
+    for other in elements(os, "boot").filter_map(|boot| boot.attribute("dev")).filter(|device| *device != "hd") {
+        left.add(format!("boot from {other}"), "a machine boots from its disks");
     }
     if !is_uefi {
         if loader.is_some() {
@@ -236,13 +357,11 @@ fn cpu_model(domain: &Domain<'_, '_>, left: &mut Lefts) -> String {
     let Some(cpu) = domain.child("cpu") else { return default() };
     for element in cpu.children().filter(Node::is_element) {
         match element.tag_name().name() {
-            "model" | "feature" | "vendor" => {}
             "topology" => left.add("processor topology", "each processor is a socket or core, as QEMU chooses"),
             "numa" if elements(element, "cell").count() > 1 => {
                 left.add("memory nodes", "a machine's memory is one node; the guest sees all of its memory there");
             }
-            "numa" => {}
-            other => left.add(format!("cpu/{other}"), "QEMU's default is used"),
+            _ => {}
         }
     }
     let mut model = match cpu.attribute("mode") {
@@ -257,7 +376,11 @@ fn cpu_model(domain: &Domain<'_, '_>, left: &mut Lefts) -> String {
     for feature in elements(cpu, "feature") {
         let sign = match feature.attribute("policy") {
             Some("disable" | "forbid") => '-',
-            Some("optional") => continue,
+            Some("optional") => {
+                let name = feature.attribute("name").unwrap_or_default();
+                left.add(format!("processor feature {name}"), "it is optional, and `cpu_model` does not name it");
+                continue;
+            }
             _ => '+',
         };
         if let Some(name) = feature.attribute("name") {
@@ -285,7 +408,7 @@ fn machine_type(domain: &Domain<'_, '_>, left: &mut Lefts) -> Option<String> {
 }
 
 /// Those with a boot order come first, as firmware tries them.
-fn disks(domain: &Domain<'_, '_>, left: &mut Lefts) -> Vec<Disk> {
+fn disks(domain: &Domain<'_, '_>, left: &mut Lefts, check: impl Fn(&Disk) -> Result<(), String>) -> Vec<Disk> {
     let order = |element: Node<'_, '_>| {
         let order = attribute_of(element, "boot", "order").and_then(|order| order.parse().ok());
         order.unwrap_or(u32::MAX)
@@ -296,11 +419,16 @@ fn disks(domain: &Domain<'_, '_>, left: &mut Lefts) -> Vec<Disk> {
     if let Some(first) = sorted.first().filter(|first| found.first() != Some(first)) {
         left.add("order of the disks", format!("{} comes first, because the guest boots from it", target(*first)));
     }
-    let mut dropped = Vec::new();
     let mut disks = Vec::new();
     for element in sorted {
-        match Disk::on_any_bus(element, 1, &mut dropped) {
-            Ok(disk) => {
+        // The model of virtio matters to a guest that knows only an old one.
+        let virtio: &[&str] = if bus(element) == "virtio" { &["@model=virtio"] } else { &[] };
+        let disk = Disk::on_any_bus(element, 1, &[KNOWN_OF_DISK, virtio]);
+        match disk.and_then(|(disk, lost)| check(&disk).map(|()| (disk, lost))) {
+            Ok((disk, lost)) => {
+                for (what, why) in lost {
+                    left.add(format!("{}: {what}", disk.name), why);
+                }
                 if bus(element) != "virtio" {
                     let why =
                         format!("is virtio instead of {}: the guest finds the disk under another name", bus(element));
@@ -310,10 +438,6 @@ fn disks(domain: &Domain<'_, '_>, left: &mut Lefts) -> Vec<Disk> {
             }
             Err(why) => left.add(target(element), why),
         }
-    }
-    for sentence in dropped {
-        let (what, why) = sentence.split_once(": ").unwrap_or(("disks", &sentence));
-        left.add(what, why);
     }
     let others =
         elements(domain.devices, "disk").filter(|disk| matches!(disk.attribute("device"), Some("cdrom" | "floppy")));
@@ -351,17 +475,14 @@ fn net(element: Node<'_, '_>, left: &mut Lefts) -> Option<Net> {
             return None;
         }
     };
-    for setting in element.children().filter(Node::is_element) {
-        match setting.tag_name().name() {
-            "model" if setting.attribute("type") == Some("virtio") => {}
-            "model" => {
-                let model = setting.attribute("type").unwrap_or("unknown");
-                left.add(format!("{name}: {model}"), "the guest finds a virtio network device instead");
-            }
-            "mac" | "source" | "target" | "backend" | "alias" | "address" | "portForward" | "script" => {}
-            "boot" => left.add(format!("{name}: boot"), "a machine boots from its disks"),
-            other => left.add(format!("{name}: {other}"), "it has no effect"),
-        }
+    if let Some(model) = attribute_of(element, "model", "type").filter(|model| *model != "virtio") {
+        left.add(format!("{name}: {model}"), "the guest finds a virtio network device instead");
+    }
+    if child(element, "boot").is_some() {
+        left.add(format!("{name}: boot"), "a machine boots from its disks");
+    }
+    for other in unknown(element, &[KNOWN_OF_NET]) {
+        left.add(format!("{name}: {}", other.shown()), "it has no effect");
     }
     Some(Net { mac, ..net })
 }
@@ -418,18 +539,12 @@ fn watchdog(domain: &Domain<'_, '_>, left: &mut Lefts) -> Option<&'static str> {
 }
 
 fn devices(domain: &Domain<'_, '_>, left: &mut Lefts) {
-    let has = |name: &str| domain.devices.children().any(|device| device.tag_name().name() == name);
-    for (names, why) in DEVICES {
-        let found: Vec<_> = names.iter().copied().filter(|name| has(name)).collect();
-        if !found.is_empty() {
-            left.add(found.join(", "), why);
-        }
-    }
+    list(unknown(domain.devices, &[KNOWN_DEVICES]), &DEVICES, "a machine has no such device", left);
     if elements(domain.devices, "memballoon").any(|balloon| balloon.attribute("model") != Some("none")) {
         left.add("memballoon", "a machine has no balloon: the guest keeps the memory that it was given");
     }
     if elements(domain.devices, "memory").next().is_some() {
-        left.add("memory devices", "the guest gets only its first memory; a larger `memory` takes their place");
+        left.add("memory devices", "they become a part of the machine's memory, which is one piece");
     }
     let is_virtio = |console: Node<'_, '_>| attribute_of(console, "target", "type") == Some("virtio");
     if elements(domain.devices, "serial").count() > 1 || elements(domain.devices, "console").any(is_virtio) {
@@ -438,13 +553,7 @@ fn devices(domain: &Domain<'_, '_>, left: &mut Lefts) {
 }
 
 fn settings(domain: &Domain<'_, '_>, left: &mut Lefts) {
-    let has = |name: &str| domain.root.children().any(|setting| setting.tag_name().name() == name);
-    for (names, why) in SETTINGS {
-        let found: Vec<_> = names.iter().copied().filter(|name| has(name)).collect();
-        if !found.is_empty() {
-            left.add(found.join(", "), why);
-        }
-    }
+    list(unknown(domain.root, &[KNOWN]), &SETTINGS, "a machine has no such setting; QEMU's default is used", left);
     let memory = ["memory", "currentMemory"].map(|name| text_of(domain.root, name));
     if memory[1].is_some() && memory[0] != memory[1] {
         left.add("currentMemory", "the guest gets all of its memory at its start");
@@ -458,17 +567,44 @@ fn settings(domain: &Domain<'_, '_>, left: &mut Lefts) {
             left.add(name, why);
         }
     }
-    for (name, usual) in [("on_poweroff", "destroy"), ("on_reboot", "restart")] {
-        if let Some(other) = text_of(domain.root, name).filter(|action| *action != usual) {
-            left.add(format!("{name} {other}"), "a machine stops at a power-off, and reboots at a reboot");
+    for (name, usual, why) in [
+        ("on_poweroff", &["destroy"][..], "a machine stops at a power-off, and reboots at a reboot"),
+        ("on_reboot", &["restart"], "a machine stops at a power-off, and reboots at a reboot"),
+        // The first one is what virt-install writes into each domain.
+        ("on_crash", &["destroy", "restart", "coredump-restart"], "`on_panic` says what follows a crash"),
+    ] {
+        if let Some(other) = text_of(domain.root, name).filter(|action| !usual.contains(action)) {
+            left.add(format!("{name} {other}"), why);
         }
     }
-    if domain.child("clock").and_then(|clock| clock.attribute("offset")).is_some_and(|offset| offset != "utc") {
+    let Some(clock) = domain.child("clock") else { return };
+    if clock.attribute("offset").is_some_and(|offset| offset != "utc") {
         left.add("clock", "the guest's clock shows UTC; set the guest to that");
     }
-    if domain.child("features").is_some_and(|features| child(features, "hyperv").is_some()) {
-        left.add("hyperv", "the guest gets none of these; `cpu_model` can name them, such as hv_relaxed and hv_vapic");
+    let timers: Vec<_> = elements(clock, "timer").filter_map(|timer| timer.attribute("name")).collect();
+    if !timers.is_empty() {
+        left.add(format!("clock timers {}", timers.join(", ")), "QEMU's defaults are used");
     }
+}
+
+/// Adds what is not known, with the reason of its group: one entry for each group, and one for each setting without a group.
+fn list(found: Vec<Unknown>, groups: &[(&[&str], &str)], otherwise: &str, left: &mut Lefts) {
+    let (mut grouped, mut single): (Vec<_>, Vec<_>) = (Vec::new(), Vec::new());
+    for unknown in found {
+        match groups.iter().position(|(paths, _)| paths.contains(&unknown.path.as_str())) {
+            Some(group) => grouped.push((group, unknown.shown())),
+            None => single.push(unknown.shown()),
+        }
+    }
+    for (group, (_, why)) in groups.iter().enumerate() {
+        let mut names: Vec<_> = grouped.iter().filter(|(of, _)| *of == group).map(|(_, name)| name.as_str()).collect();
+        names.dedup();
+        if !names.is_empty() {
+            left.add(names.join(", "), *why);
+        }
+    }
+    single.dedup();
+    single.into_iter().for_each(|name| left.add(name, otherwise));
 }
 
 #[cfg(test)]
@@ -476,52 +612,12 @@ mod tests {
     use std::path::Path;
 
     use super::*;
-    use crate::definition::Format;
+    use crate::definition::{Backing, Format};
+    use crate::fixture::{DOMAIN, with, with_cpu, with_device, with_setting};
 
-    /// As virt-install makes it.
-    const TYPICAL: &str = "<domain type='kvm'>
-  <name>web</name>
-  <uuid>7ff91744-3560-45d6-a0c5-e279a76bb8e0</uuid>
-  <memory unit='KiB'>2097152</memory>
-  <currentMemory unit='KiB'>2097152</currentMemory>
-  <vcpu placement='static'>2</vcpu>
-  <os>
-    <type arch='x86_64' machine='pc-q35-7.2'>hvm</type>
-    <boot dev='hd'/>
-  </os>
-  <features><acpi/><apic/></features>
-  <cpu mode='host-passthrough' check='none' migratable='on'/>
-  <clock offset='utc'><timer name='rtc' tickpolicy='catchup'/></clock>
-  <on_poweroff>destroy</on_poweroff>
-  <on_reboot>restart</on_reboot>
-  <on_crash>destroy</on_crash>
-  <devices>
-    <emulator>/usr/bin/qemu-system-x86_64</emulator>
-    <disk type='file' device='disk'>
-      <driver name='qemu' type='qcow2' discard='unmap'/>
-      <source file='/var/lib/libvirt/images/web.qcow2'/>
-      <target dev='vda' bus='virtio'/>
-    </disk>
-    <disk type='file' device='cdrom'><target dev='sda' bus='sata'/><readonly/></disk>
-    <controller type='usb' index='0' model='qemu-xhci' ports='15'/>
-    <interface type='network'>
-      <mac address='52:54:00:12:34:56'/>
-      <source network='default'/>
-      <model type='virtio'/>
-    </interface>
-    <serial type='pty'><target type='isa-serial' port='0'/></serial>
-    <console type='pty'><target type='serial' port='0'/></console>
-    <channel type='unix'><target type='virtio' name='org.qemu.guest_agent.0'/></channel>
-    <channel type='spicevmc'><target type='virtio' name='com.redhat.spice.0'/></channel>
-    <input type='tablet' bus='usb'/>
-    <graphics type='spice' autoport='yes'/>
-    <video><model type='virtio'/></video>
-    <watchdog model='itco' action='reset'/>
-    <memballoon model='virtio'/>
-    <rng model='virtio'><backend model='random'>/dev/urandom</backend></rng>
-  </devices>
-</domain>
-";
+    fn imported(xml: &str) -> Imported {
+        import(xml, |_| Ok(())).unwrap()
+    }
 
     fn names(imported: &Imported) -> Vec<&str> {
         imported.left.iter().map(|left| left.what.as_str()).collect()
@@ -529,31 +625,24 @@ mod tests {
 
     #[track_caller]
     fn left(xml: &str, what: &str, why: &str) {
-        let imported = import(xml).unwrap();
+        let imported = imported(xml);
         let found = imported.left.iter().find(|left| left.what == what);
         assert!(found.is_some_and(|left| left.why.contains(why)), "{what}: {:#?}", imported.left);
     }
 
-    fn with_device(element: &str) -> String {
-        TYPICAL.replace("    <interface", &format!("    {element}\n    <interface"))
-    }
-
-    fn with_setting(element: &str) -> String {
-        TYPICAL.replace("  <vcpu", &format!("  {element}\n  <vcpu"))
-    }
-
     #[test]
     fn typical_domain_becomes_a_machine() {
-        let imported = import(TYPICAL).unwrap();
+        let imported = imported(DOMAIN);
         assert_eq!(
             names(&imported),
             [
                 "uuid",
+                "clock timers rtc",
                 "cdrom sda",
                 "network 52:54:00:12:34:56",
                 "channel com.redhat.spice.0",
                 "watchdog itco, reset",
-                "graphics, video, input",
+                "input, graphics, video",
                 "memballoon"
             ]
         );
@@ -562,11 +651,12 @@ mod tests {
             path: "/var/lib/libvirt/images/web.qcow2".into(),
             format: Format::Qcow2,
             read_only: false,
-            direct: false,
-            serial: String::new(),
+            direct: true,
+            serial: "root".to_owned(),
             queues: 1,
             mib_per_second: None,
             iops: None,
+            backing: Backing::default(),
         };
         let expect = Imported {
             name: "web".to_owned(),
@@ -588,7 +678,7 @@ mod tests {
 
     #[test]
     fn networks_that_hearth_knows_are_carried_over() {
-        let net = |element: &str| import(&with_device(element)).unwrap().nets;
+        let net = |element: &str| imported(&with_device(element)).nets;
         let tap = "<interface type='ethernet'><mac address='52:54:00:00:00:01'/><target dev='tap7' managed='no'/></interface>";
         let mac = || Some("52:54:00:00:00:01".to_owned());
         assert_eq!(net(tap), [Net { kind: "tap", mac: mac(), ifname: Some("tap7".to_owned()), forward: vec![] }]);
@@ -607,7 +697,7 @@ mod tests {
             "network 52:54:00:00:00:01: filterref",
             "no effect",
         );
-        left(TYPICAL, "network 52:54:00:12:34:56", "network default; make a tap interface");
+        left(DOMAIN, "network 52:54:00:12:34:56", "network default; make a tap interface");
         // libvirt makes this one when the domain starts.
         let managed = "<interface type='ethernet'><target dev='tap7'/></interface>";
         left(&with_device(managed), name, "kind ethernet");
@@ -615,8 +705,8 @@ mod tests {
 
     #[test]
     fn boot_is_kernel_firmware_or_bios() {
-        let os = |inner: &str| TYPICAL.replace("<boot dev='hd'/>", inner);
-        let boot = |inner: &str| import(&os(inner)).unwrap().boot;
+        let os = |inner: &str| DOMAIN.replace("<boot dev='hd'/>", inner);
+        let boot = |inner: &str| imported(&os(inner)).boot;
         let kernel = boot("<kernel>/k</kernel><initrd>/i</initrd><cmdline>console=ttyS0</cmdline>");
         let cmdline = "console=ttyS0".to_owned();
         assert_eq!(kernel, Boot::Kernel { kernel: "/k".into(), initrd: Some("/i".into()), cmdline });
@@ -626,19 +716,17 @@ mod tests {
         assert_eq!(boot(&format!("{loader}<nvram type='file'><source file='/vars.fd'/></nvram>")), uefi);
         left(&os(&format!("{loader}<nvram>/vars.fd</nvram>")), "secure boot", "not protected");
         left(&os("<boot dev='network'/><boot dev='hd'/>"), "boot from network", "its disks");
-        let refused = |inner: &str| import(&os(inner)).unwrap_err().to_string();
+        let refused = |inner: &str| import(&os(inner), |_| Ok(())).unwrap_err().to_string();
         assert!(refused(loader).contains("does not name its UEFI firmware"));
         let qcow2 = loader.replace("type=", "format='qcow2' type=");
         assert!(refused(&format!("{qcow2}<nvram>/vars.fd</nvram>")).contains("qcow2"));
-        let chosen = TYPICAL.replace("<os>", "<os firmware='efi'>");
-        assert!(import(&chosen).unwrap_err().to_string().contains("does not name"));
+        let chosen = DOMAIN.replace("<os>", "<os firmware='efi'>");
+        assert!(import(&chosen, |_| Ok(())).unwrap_err().to_string().contains("does not name"));
     }
 
     #[test]
     fn processors_are_named_as_qemu_does() {
-        let cpu =
-            |element: &str| TYPICAL.replace("<cpu mode='host-passthrough' check='none' migratable='on'/>", element);
-        let model = |element: &str| import(&cpu(element)).unwrap().cpu_model;
+        let model = |element: &str| imported(&with_cpu(element)).cpu_model;
         let features = "<feature policy='disable' name='erms'/><feature policy='require' name='pcid'/>\
                         <feature policy='optional' name='vmx'/>";
         assert_eq!(model(&format!("<cpu mode='maximum'>{features}</cpu>")), "max,-erms,+pcid");
@@ -647,29 +735,29 @@ mod tests {
         assert_eq!(model(&custom), "Skylake-Server,-erms,+pcid");
         assert_eq!(model(""), "qemu64");
         assert_eq!(model("<cpu mode='host-model'/>"), "host");
-        left(&cpu("<cpu mode='host-model'/>"), "processor model host-model", "host");
-        left(&cpu("<cpu><topology sockets='1' cores='2'/></cpu>"), "processor topology", "as QEMU chooses");
-        left(&cpu("<cpu><numa><cell/><cell/></numa></cpu>"), "memory nodes", "one node");
-        assert_eq!(import(&TYPICAL.replace("'static'>2", "'static' current='3'>8")).unwrap().cpus, 3);
-        assert_eq!(import(&TYPICAL.replace("type='kvm'", "type='qemu'")).unwrap().accelerator, "tcg");
+        left(&with_cpu("<cpu mode='host-model'/>"), "processor model host-model", "host");
+        left(&with_cpu("<cpu><topology sockets='1' cores='2'/></cpu>"), "processor topology", "as QEMU chooses");
+        left(&with_cpu("<cpu><numa><cell/><cell/></numa></cpu>"), "memory nodes", "one node");
+        assert_eq!(imported(&DOMAIN.replace("'static'>2", "'static' current='3'>8")).cpus, 3);
+        assert_eq!(imported(&DOMAIN.replace("type='kvm'", "type='qemu'")).accelerator, "tcg");
     }
 
     #[test]
     fn disk_that_boots_comes_first_and_each_is_told() {
         let second = "<disk type='block' device='disk'><driver type='raw' cache='none' iothread='1'/><source dev='/dev/vg/data'/>\
              <target dev='sdb' bus='scsi'/><boot order='1'/></disk>";
-        let imported = import(&with_device(second)).unwrap();
-        let found: Vec<_> = imported.disks.iter().map(|disk| (disk.name.as_str(), disk.path.as_path())).collect();
+        let disks = imported(&with_device(second)).disks;
+        let found: Vec<_> = disks.iter().map(|disk| (disk.name.as_str(), disk.path.as_path())).collect();
         let vda = Path::new("/var/lib/libvirt/images/web.qcow2");
         assert_eq!(found, [("sdb", Path::new("/dev/vg/data")), ("vda", vda)]);
         left(&with_device(second), "order of the disks", "sdb comes first");
         left(&with_device(second), "bus of sdb", "virtio instead of scsi");
-        left(&with_device(second), "sdb", "iothread='1' has no effect");
+        left(&with_device(second), "sdb: driver iothread='1'", "has no effect");
         let network = "<disk type='network' device='disk'><target dev='vdb' bus='virtio'/></disk>";
         left(&with_device(network), "vdb", "network disk");
-        let i440 = TYPICAL.replace("pc-q35-7.2", "pc-i440fx-7.2");
+        let i440 = DOMAIN.replace("pc-q35-7.2", "pc-i440fx-7.2");
         left(&i440, "machine type pc-i440fx-7.2", "q35");
-        assert_eq!(import(&i440).unwrap().machine_type, None);
+        assert_eq!(imported(&i440).machine_type, None);
     }
 
     #[test]
@@ -680,7 +768,7 @@ mod tests {
             ("<filesystem type='mount'/>", "filesystem", "no folders"),
             ("<redirdev bus='usb' type='spicevmc'/>", "redirdev", "USB"),
             ("<serial type='pty'/>", "further consoles", "ttyS0"),
-            ("<memory model='dimm'/>", "memory devices", "first memory"),
+            ("<memory model='dimm'/>", "memory devices", "one piece"),
             ("<watchdog model='i6300esb' action='poweroff'/>", "watchdog i6300esb, poweroff", "[watchdog]"),
         ] {
             left(&with_device(element), what, why);
@@ -696,24 +784,136 @@ mod tests {
         ] {
             left(&with_setting(element), what, why);
         }
-        left(&TYPICAL.replace("<apic/>", "<hyperv/>"), "hyperv", "cpu_model");
-        left(&TYPICAL.replace("offset='utc'", "offset='localtime'"), "clock", "UTC");
-        left(&TYPICAL.replace("<on_reboot>restart", "<on_reboot>destroy"), "on_reboot destroy", "reboots");
-        left(&TYPICAL.replacen("2097152", "4194304", 1), "currentMemory", "all of its memory");
+        left(&DOMAIN.replace("<apic/>", "<hyperv/>"), "features/hyperv", "cpu_model");
+        left(&DOMAIN.replace("offset='utc'", "offset='localtime'"), "clock", "UTC");
+        left(&DOMAIN.replace("<on_reboot>restart", "<on_reboot>destroy"), "on_reboot destroy", "reboots");
+        left(&DOMAIN.replacen("2097152", "4194304", 1), "currentMemory", "all of its memory");
         let watchdog = "<watchdog model='i6300esb' action='inject-nmi'/>";
-        assert_eq!(import(&with_device(watchdog)).unwrap().watchdog, Some("nmi"));
+        assert_eq!(imported(&with_device(watchdog)).watchdog, Some("nmi"));
+    }
+
+    /// Settings of a domain, as libvirt's schema has them: <https://libvirt.org/formatdomain.html>. Those of a disk are in
+    /// `definition`.
+    const TABLE: [(Fate, &str); 3] = [
+        (
+            Fate::Carried,
+            "@id=1 title description metadata/app seclabel@type=none seclabel/label memory@unit=KiB \
+             memoryBacking/source@type=memfd memoryBacking/access@mode=shared memoryBacking/allocation@mode=ondemand \
+             vcpu@placement=static vcpu@current=2 os@firmware=bios os/type@arch=x86_64 os/type@machine=q35 os/boot@dev=hd \
+             os/kernel os/firmware/feature@name=secure-boot os/nvram@template features/acpi features/apic features/pae \
+             features/vmcoreinfo@state=on cpu@mode=host-passthrough cpu@match=exact cpu@check=partial cpu@migratable=on \
+             cpu/model@fallback=allow cpu/vendor cpu/feature@name=vmx cpu/numa/cell@cpus=0 clock@offset=utc \
+             on_poweroff=destroy on_reboot=restart on_crash=destroy on_crash=restart on_crash=coredump-restart \
+             devices/emulator devices/controller@index=1 devices/controller@model=a devices/controller@ports=4 \
+             devices/controller/master@startport devices/controller/model@name=a devices/controller/target@chassis \
+             devices/controller/alias@name=a devices/controller/address@type=pci devices/serial/source@path=/dev/pts/1 \
+             devices/serial/target/model@name=isa-serial devices/serial/alias@name=a devices/serial/address@type=isa \
+             devices/console@tty=/dev/pts/1 devices/console/alias@name=a devices/rng/alias@name=a \
+             devices/rng@model=virtio devices/rng/address@type=pci devices/rng/backend@model=builtin devices/panic@model=isa \
+             devices/watchdog@model=i6300esb devices/memballoon@model=none devices/channel/target@name=org.qemu.guest_agent.0 \
+             devices/interface/mac@address=52:54:00:00:00:01 devices/interface/model@type=virtio \
+             devices/interface/backend@type=passt devices/interface/portForward@proto=tcp \
+             devices/interface/portForward@address=::1 devices/interface/portForward/range@start=7 \
+             devices/interface/alias@name=a devices/interface/address@type=pci devices/disk@model=virtio \
+             devices/disk/boot@order=1 devices/disk/alias@name=a devices/disk/address@type=pci devices/disk/readonly",
+        ),
+        (
+            Fate::Told,
+            "uuid genid memory@dumpCore=off currentMemory@unit=KiB maxMemory@slots=4 memoryBacking/hugepages/page \
+             memoryBacking/nosharepages memoryBacking/locked memoryBacking/allocation@mode=immediate \
+             memoryBacking/allocation@threads memoryBacking/discard vcpu@cpuset=0-3 vcpu@placement=auto vcpus/vcpu@id=0 \
+             iothreads iothreadids/iothread@id=1 defaultiothread@thread_pool_max blkiotune/weight memtune/hard_limit \
+             cputune/shares cputune/vcpupin@vcpu=0 numatune/memory@mode=strict resource/partition sysinfo/bios/entry \
+             bootloader bootloader_args os/root os/dtb os/shim os/loader os/loader@stateless=yes os/boot@dev=network os/bootmenu@enable=yes \
+             os/smbios@mode=sysinfo os/bios@useserial=yes os/acpi/table os/init os/varstore features/hap \
+             features/apic@eoi=on features/hyperv/relaxed@state=on features/kvm/hidden@state=on features/xen \
+             features/pvspinlock features/capabilities features/pmu@state=off features/vmport@state=off features/gic \
+             features/smm@state=on features/ioapic@driver=qemu features/msrs@unknown=ignore features/tcg/tb-cache \
+             features/hpt features/htm features/nested-hv features/ccf-assist features/cfpc features/sbbc \
+             features/ibs features/async-teardown features/ras features/ps2@state=off features/aia cpu@mode=host-model cpu@migratable=off \
+             cpu@deprecated_features=off cpu/model@vendor_id=a cpu/topology@sockets=2 cpu/cache@mode=passthrough \
+             cpu/maxphysaddr@bits=42 cpu/feature@policy=optional clock@offset=localtime clock@adjustment=reset \
+             clock@timezone=a clock@basis=utc clock@start=1 clock/timer@name=hpet on_poweroff=restart on_reboot=destroy \
+             on_crash=preserve on_crash=coredump-destroy on_lockfailure=poweroff pm/suspend-to-mem@enabled=no \
+             perf/event@name=cmt idmap/uid@start=0 keywrap/cipher commandline/arg capabilities/add deprecation@behavior=crash \
+             override/device namespace/sharenet datacenterpath setting-of-tomorrow features/setting-of-tomorrow \
+             devices/lease devices/filesystem@type=mount devices/input@type=mouse devices/sound@model=ich9 devices/audio@id=1 \
+             devices/hostdev@mode=subsystem devices/graphics@type=vnc devices/video devices/parallel@type=pty \
+             devices/smartcard@mode=host devices/hub@type=usb devices/redirdev@bus=usb devices/redirfilter/usbdev \
+             devices/tpm@model=tpm-crb devices/shmem@name=a devices/memory@model=dimm devices/watchdog@action=poweroff \
+             devices/memballoon@autodeflate=on devices/nvram/address devices/iommu@model=intel devices/vsock@model=virtio \
+             devices/crypto@model=virtio devices/pstore@backend=acpi-erst devices/device-of-tomorrow \
+             devices/controller/driver@iothread=1 devices/controller/pcihole64 devices/controller@vectors devices/controller/acpi@index=1 \
+             devices/serial@type=tcp devices/serial/log@file=/x devices/serial/protocol@type=telnet \
+             devices/serial/target@type=pci-serial devices/console/log@file=/x devices/console/target@type=virtio \
+             devices/rng@model=virtio-transitional devices/rng/rate@bytes=1 devices/rng/backend@model=egd devices/rng/driver@iommu=on \
+             devices/channel/target@name=a devices/memballoon@model=virtio devices/interface@managed=yes \
+             devices/interface@trustGuestRxFilters=yes devices/interface/mac@type=static devices/interface/mac@check=no \
+             devices/interface/source@dev=eth0 devices/interface/model@type=e1000 devices/interface/boot@order=1 \
+             devices/interface/virtualport devices/interface/link@state=down devices/interface/mtu@size=9000 \
+             devices/interface/coalesce/rx devices/interface/guest@dev devices/interface/ip@address \
+             devices/interface/route@address devices/interface/portForward@dev=eth0 devices/interface/script@path=/x \
+             devices/interface/downscript@path=/x devices/interface/backenddomain@name=a devices/interface/backend@tap=/x \
+             devices/interface/backend@vhost=/x devices/interface/backend@logFile=/x devices/interface/backend@hostname=a \
+             devices/interface/driver@queues devices/interface/acpi@index=1 devices/interface/filterref@filter=a \
+             devices/interface/tune/sndbuf devices/interface/rom@bar=off devices/interface/bandwidth/inbound \
+             devices/interface/vlan/tag devices/interface/port@isolated=yes devices/interface/teaming@type=persistent \
+             devices/disk@device=cdrom devices/disk@device=lun devices/disk/shareable devices/disk/driver@io=native \
+             devices/disk/target@bus=scsi devices/disk/target@tray=open devices/disk@model=virtio-transitional \
+             devices/disk/wwn devices/disk/acpi@index=1",
+        ),
+        (
+            Fate::Refused,
+            "@type=xen os/type@arch=aarch64 os@firmware=efi os/loader@type=pflash memory@unit=bushels launchSecurity@type=sev",
+        ),
+    ];
+
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    enum Fate {
+        Carried,
+        Told,
+        Refused,
+    }
+
+    const PLAIN: &str = "<domain type='kvm'><name>web</name><memory>2097152</memory><vcpu>2</vcpu>\
+        <os><type arch='x86_64' machine='q35'>hvm</type></os><devices>\
+        <disk type='file'><source file='/x'/><target dev='vda' bus='virtio'/></disk>\
+        <interface type='user'><model type='virtio'/></interface></devices></domain>";
+
+    fn fate(xml: &str) -> Fate {
+        match import(xml, |_| Ok(())) {
+            Ok(imported) if imported.left.is_empty() => Fate::Carried,
+            Ok(_) => Fate::Told,
+            Err(DefinitionError::Refused(_)) => Fate::Refused,
+            Err(other) => panic!("{xml}: {other}"),
+        }
+    }
+
+    #[test]
+    fn no_setting_of_a_domain_is_lost_in_silence() {
+        for (expect, paths) in TABLE {
+            for path in paths.split_whitespace() {
+                let xml = match path.split_once('=') {
+                    Some((name, text)) if !path.contains('@') => {
+                        with(PLAIN, name).replace(&format!("<{name}>7<"), &format!("<{name}>{text}<"))
+                    }
+                    _ => with(PLAIN, path),
+                };
+                assert_eq!(fate(&xml), expect, "{path}");
+            }
+        }
     }
 
     #[test]
     fn domain_that_no_machine_can_run_is_refused() {
         for (xml, why) in [
-            (TYPICAL.replace("type='kvm'", "type='xen'"), "not a QEMU domain"),
-            (TYPICAL.replace("x86_64' machine", "aarch64' machine"), "x86_64"),
+            (DOMAIN.replace("type='kvm'", "type='xen'"), "not a QEMU domain"),
+            (DOMAIN.replace("x86_64' machine", "aarch64' machine"), "x86_64"),
             (with_setting("<launchSecurity type='sev'/>"), "encrypted"),
-            (TYPICAL.replace("<memory unit='KiB'>", "<memory unit='bushels'>"), "no size"),
+            (DOMAIN.replace("<memory unit='KiB'>", "<memory unit='bushels'>"), "no size"),
             ("<domain".to_owned(), "cannot be read"),
         ] {
-            let refused = import(&xml).unwrap_err().to_string();
+            let refused = import(&xml, |_| Ok(())).unwrap_err().to_string();
             assert!(refused.contains(why), "{why}: {refused}");
         }
     }

@@ -2,6 +2,7 @@
 //!
 //! - `definition`: the XML of a domain: what Hearth changes in it, and how that is undone.
 //! - `import`: the XML of a domain as a machine of Hearth's own.
+//! - `known`: the settings of an element that are understood; all others are found.
 //! - `edit`: XML that is changed piece by piece.
 //! - `virsh`: libvirt's command line.
 
@@ -9,5 +10,8 @@
 
 pub mod definition;
 mod edit;
+#[cfg(test)]
+mod fixture;
 pub mod import;
+mod known;
 pub mod virsh;

@@ -14,7 +14,7 @@ use hearth_libvirt::virsh::Virsh;
 use serde::Serialize;
 use similar::TextDiff;
 
-use super::{CliError, Context, Exit, hook};
+use super::{CliError, Context, Exit, backing, hook};
 use crate::attachment::Attachment;
 use crate::check::life;
 use crate::config::{Config, ConfigFile, DiskSection};
@@ -93,7 +93,7 @@ pub fn attach(context: &mut Context<'_>, arguments: &AttachArguments) -> Result<
         Some("recover") => OnCrash::Restart,
         _ => OnCrash::Preserve,
     };
-    let attached = definition::attach(&plain, cache_map, on_crash, |disk| disk_socket(&folder, disk));
+    let attached = definition::attach(&plain, cache_map, on_crash, |disk| disk_socket(&folder, disk), backing::check);
     let attached = attached.map_err(|error| refused(&name, error))?;
     let text = configuration(earlier, &attached, &attachment, &context.root)?;
     let diff = difference(&current, &attached.xml);

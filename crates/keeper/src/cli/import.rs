@@ -17,7 +17,7 @@ use hearth_libvirt::virsh::Virsh;
 use serde::Serialize;
 
 use super::attach::{MEMORY_STEP, problems, section};
-use super::{CliError, Context, Exit, absolute};
+use super::{CliError, Context, Exit, absolute, backing};
 use crate::attachment::Attachment;
 use crate::config::{BootSection, Config, ConfigFile, NetSection, WatchdogSection};
 use crate::problem::Problem;
@@ -58,7 +58,7 @@ pub fn import(context: &mut Context<'_>, arguments: ImportArguments) -> Result<E
     let refused = |error| CliError::NotImportable { name: domain.clone(), problems: problems(&domain, error) };
     let name = definition::name(&xml).map_err(refused)?;
     must_be_free(&virsh, &name)?;
-    let imported = import::import(&xml).map_err(refused)?;
+    let imported = import::import(&xml, backing::check).map_err(refused)?;
     let folder = absolute(arguments.folder.unwrap_or_else(|| PathBuf::from(&name)));
     let file = folder.join("machine.toml");
     let text = configuration(&imported).to_text();
@@ -210,7 +210,7 @@ mod tests {
         <watchdog model='i6300esb' action='reset'/></devices></domain>";
 
     fn imported(os: &str) -> Imported {
-        import::import(&DOMAIN.replace("OS", os)).unwrap()
+        import::import(&DOMAIN.replace("OS", os), |_| Ok(())).unwrap()
     }
 
     #[test]

@@ -30,6 +30,7 @@ use crate::upgrade::Inheritance;
 
 mod age;
 mod attach;
+mod backing;
 mod clone;
 mod configuration;
 mod console;
