@@ -320,12 +320,17 @@ impl LibvirtVm {
 
     /// Starts a keeper as a service manager would, and waits until it answers.
     pub fn start_keeper(&self) -> Result<()> {
+        self.run_keeper()?;
+        self.wait_until("a keeper", || Ok(self.try_hearth(&["status", &self.name])?.0 == 0))
+    }
+
+    /// Starts a keeper as a service manager would.
+    pub fn run_keeper(&self) -> Result<()> {
         let program = artifacts::hearth()?.display().to_string();
         let file = format!("/etc/hearth/{}.toml", self.name);
         let log = self.folder.path().join("keeper.log");
         let line = format!("setsid '{program}' run {file} </dev/null >>'{}' 2>&1 &", log.display());
-        self.must(&["sh", "-c", &line], "")?;
-        self.wait_until("a keeper", || Ok(self.try_hearth(&["status", &self.name])?.0 == 0))
+        self.must(&["sh", "-c", &line], "").map(drop)
     }
 
     /// Starts the daemon that follows libvirt's events.

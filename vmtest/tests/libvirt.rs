@@ -208,6 +208,28 @@ fn attaching_changes_the_definition_and_detaching_restores_it() -> Result<()> {
 }
 
 #[test]
+fn domain_is_detached_while_its_keeper_is_dead() -> Result<()> {
+    let Some(files) = Files::running("late")? else { return Ok(()) };
+    let vm = &files.vm;
+    let left = || vm.must(&["sh", "-c", "ls /etc/hearth /var/lib/hearth"], "");
+    files.verify()?;
+    vm.kill_keeper()?;
+    let said = vm.hearth(&["detach", "late"])?;
+    assert!(said.contains("until then Hearth serves its disks"), "{said}");
+    assert!(left()?.contains("late.toml"), "the next keeper needs them: {}", left()?);
+    vm.start_keeper()?;
+    vm.sh("echo 3 >/proc/sys/vm/drop_caches")?;
+    files.verify()?;
+    // Its guest ends while there is no keeper either.
+    vm.kill_keeper()?;
+    vm.virsh("destroy", &[])?;
+    vm.run_keeper()?;
+    vm.wait_until("its files are gone", || Ok(!left()?.contains("late")))?;
+    vm.start()?;
+    files.verify()
+}
+
+#[test]
 fn start_that_cannot_be_served_fails_with_a_remedy() -> Result<()> {
     let Some(files) = Files::define("broken")? else { return Ok(()) };
     let vm = &files.vm;

@@ -140,8 +140,8 @@ pub fn detach(context: &mut Context<'_>, arguments: &DetachArguments) -> Result<
     };
     let plain = detached(&current, &before, &name, &context.root)?;
     virsh.define(&plain)?;
-    let serves = life::has_keeper(&context.root.machine(&name)) && virsh.state(&name)? != "shut off";
-    if serves {
+    // Its keeper may have died, and the next one needs the files.
+    if virsh.state(&name)? != "shut off" && is_served(&virsh, &name, &context.root)? {
         attachment.note_detached().map_err(|source| CliError::File { path: attachment.file(), source })?;
         context
             .write_line(&format!("{name} is detached from its next start on; until then Hearth serves its disks"))?;
@@ -154,6 +154,13 @@ pub fn detach(context: &mut Context<'_>, arguments: &DetachArguments) -> Result<
     attachment.remove();
     context.write_line(&format!("{name} is detached"))?;
     Ok(Exit::Done)
+}
+
+/// Whether the QEMU that runs the domain uses disks of Hearth's.
+fn is_served(virsh: &Virsh, name: &str, root: &RuntimeRoot) -> Result<bool, CliError> {
+    let live = virsh.live_definition(name)?;
+    let sockets = definition::disk_sockets(&live).map_err(|error| refused(name, error))?;
+    Ok(sockets.iter().any(|socket| socket.starts_with(root.machine(name))))
 }
 
 /// The domain's definition before it was attached, if it is.

@@ -143,6 +143,9 @@ impl Attached {
             // The last keeper may have died while libvirt was starting a QEMU.
             if attached.find_qemu(0).is_some() {
                 attached.serve(0)?;
+            } else if Attachment::of(&attached.context.config.name).is_detached() {
+                // Its guest has ended meanwhile.
+                attached.state = State::Stopped;
             }
         }
         attached.tell_state();
