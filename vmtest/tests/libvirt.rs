@@ -207,6 +207,55 @@ fn attaching_changes_the_definition_and_detaching_restores_it() -> Result<()> {
     Ok(())
 }
 
+/// Each NUMA cell has memory of its own.
+#[test]
+fn memory_of_several_cells_is_kept() -> Result<()> {
+    let Some(files) = Files::define("cells")? else { return Ok(()) };
+    let vm = &files.vm;
+    let half = MEMORY_MIB / 2;
+    let cells = format!(
+        "<numa><cell id='0' cpus='0' memory='{half}' unit='MiB'/><cell id='1' cpus='1' memory='{half}' unit='MiB'/></numa></cpu>"
+    );
+    let xml = vm.virsh("dumpxml", &["--inactive"])?;
+    let xml = xml.replace("<vcpu placement='static'>1<", "<vcpu placement='static'>2<").replace("</cpu>", &cells);
+    vm.must(&["virsh", "define", "/dev/stdin"], &xml)?;
+    // The kernel is in the first cell, and the cache beside the second processor.
+    let verify_there = || {
+        vm.sh("taskset -p 2 $$")?;
+        files.verify()
+    };
+    vm.attach_with("", &format!("[crash]\ndump_folder = \"{}\"", files.dump_folder().display()))?;
+    vm.start_host()?;
+    vm.start()?;
+    verify_there()?;
+    let cached = "awk '/FilePages/ { print $4 }' /sys/devices/system/node/node1/meminfo";
+    let cached_kib: u64 = vm.sh(cached)?.trim().parse().expect("a number");
+    assert!(cached_kib / 4 >= PAGES, "{cached_kib} KiB");
+    vm.virsh("destroy", &[])?;
+    vm.start()?;
+    files.assert_warm()?;
+    vm.kill_keeper()?;
+    vm.start_keeper()?;
+    vm.wait_until("QEMU is connected", || Ok(vm.status()?.disks.iter().all(|disk| disk.connected)))?;
+    vm.sh("echo 3 >/proc/sys/vm/drop_caches")?;
+    verify_there()?;
+    let before = vm.status()?.incarnation;
+    vm.virsh("reset", &[])?;
+    vm.wait_next_boot()?;
+    assert_eq!(vm.status()?.incarnation, before + 1);
+    files.assert_warm()?;
+    vm.panic()?;
+    vm.wait_next_boot()?;
+    files.assert_warm()?;
+    let dumped = files.wait_dump(before + 1)?;
+    assert_eq!((dumped.state, dumped.excluded.unjudged), (DumpState::Complete, 0), "{dumped:?}");
+    assert_dump(Path::new(&dumped.file), 2);
+    let memory = vm.status()?.memory;
+    assert!(memory.peak_bytes <= memory.budget_bytes * 103 / 100, "{memory:?}");
+    assert!(!vm.events()?.iter().any(|record| matches!(record.event, EventKind::Error { .. })), "{:?}", vm.events()?);
+    Ok(())
+}
+
 #[test]
 fn domain_is_detached_while_its_keeper_is_dead() -> Result<()> {
     let Some(files) = Files::running("late")? else { return Ok(()) };
@@ -319,7 +368,7 @@ fn panic_is_dumped_beside_the_next_guest() -> Result<()> {
     assert_eq!((dumped.state, dumped.level, dumped.excluded.unjudged), (DumpState::Complete, 31, 0), "{dumped:?}");
     assert!(dumped.panic.as_deref().is_some_and(|why| why.contains("sysrq triggered crash")), "{dumped:?}");
     assert_eq!(dumped.warnings, [""; 0], "{dumped:?}");
-    assert_dump(Path::new(&dumped.file));
+    assert_dump(Path::new(&dumped.file), 1);
     let status = vm.status()?;
     assert_eq!((status.incarnation, status.memory.held_bytes), (2, 0), "{status:?}");
     assert!(status.memory.peak_bytes <= status.memory.budget_bytes * 103 / 100, "{:?}", status.memory);
@@ -347,11 +396,14 @@ fn panic_is_dumped_beside_the_next_guest() -> Result<()> {
 
 /// The dump is read with Hearth's own reader.
 #[track_caller]
-fn assert_dump(file: &Path) {
+fn assert_dump(file: &Path, processors: usize) {
     let dump = VmcoreFile::open(file).expect("the dump can be read");
     assert!(dump.is_complete());
     let registers: Vec<_> = dump.notes().registers().collect();
-    assert!(registers.len() == 1 && registers[0].get("rip").is_some_and(|rip| rip >> 63 == 1), "{registers:x?}");
+    assert!(
+        registers.len() == processors && registers[0].get("rip").is_some_and(|rip| rip >> 63 == 1),
+        "{registers:x?}"
+    );
     let linux = Linux::find(&dump, &dump.notes().to_bytes()).expect("it holds a Linux kernel");
     let lines = linux.log().expect("the kernel's log is in it");
     assert_eq!(log::panic_reason(&lines), Some("sysrq triggered crash"));

@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use hearth_disk::block::{BLOCK_BYTES, DiskId, RamPage};
 use hearth_disk::image::{Format, Image, ImageOptions};
-use hearth_disk::server::{DiskOptions, DiskServer, Expected, Tracking};
+use hearth_disk::server::{DiskOptions, DiskServer, Expected, RamPart, Tracking};
 use hearth_disk::tag::Tagger;
 use hearth_disk::warm::WarmMemory;
 use hearth_recovery::ember::Ember;
@@ -201,9 +201,10 @@ pub fn open_image(path: &Path, format: Format) -> Result<Image, HostSideError> {
 
 /// The tracking of an incarnation's disk. `None` if it has no ledger.
 pub fn tracking(living: &Incarnation, tagger: &Tagger, warm: Option<WarmMemory>) -> Option<Tracking> {
-    let (ram_device, ram_inode) = living.ram.identity();
+    let part = |((device, inode), pages)| RamPart { device, inode, pages };
+    let ram = living.ram.identities().map(part).collect();
     let ledger = living.ledger.clone()?;
-    Some(Tracking { ram_device, ram_inode, tagger: tagger.clone(), ledger, warm })
+    Some(Tracking { ram, tagger: tagger.clone(), ledger, warm })
 }
 
 pub fn disk_options(socket: &Path) -> DiskOptions {

@@ -72,7 +72,7 @@ fn warm(image: &Path) -> Result<Tracking, Box<dyn Error>> {
     let ledger = std::env::temp_dir().join(format!("serve-{}.ledger", std::process::id()));
     let ledger = Arc::new(Mutex::new(Ledger::create(&ledger, 1)?));
     let warm = WarmMemory::only_serving(Arc::new(Copy::of(image, &tagger)?));
-    Ok(Tracking { ram_device: 0, ram_inode: 0, tagger, ledger, warm: Some(warm) })
+    Ok(Tracking { ram: Arc::default(), tagger, ledger, warm: Some(warm) })
 }
 
 fn main() -> Result<(), Box<dyn Error>> {

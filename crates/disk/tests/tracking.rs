@@ -519,8 +519,9 @@ fn memory_that_is_told_is_tracked_from_the_first_request() {
         });
         let memory = told.recv_timeout(PATIENCE).unwrap();
         assert_eq!(memory.pid, std::process::id());
-        let places: u64 = memory.places.iter().map(|place| place.bytes).sum();
-        assert_eq!((memory.file.metadata().unwrap().ino(), places), (truth.ram.metadata().unwrap().ino(), 32 << 20));
+        let [told] = &memory.files[..] else { panic!("{memory:?}") };
+        let places: u64 = told.places.iter().map(|place| place.bytes).sum();
+        assert_eq!((told.file.metadata().unwrap().ino(), places), (truth.ram.metadata().unwrap().ino(), 32 << 20));
         std::thread::sleep(Duration::from_millis(100));
         assert!(!guest.is_finished(), "it waits for the keeper");
         server.answer(truth.tracking(None)).unwrap();

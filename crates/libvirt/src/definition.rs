@@ -387,12 +387,6 @@ impl<'a, 'i> Domain<'a, 'i> {
         number.checked_mul(unit)
     }
 
-    /// Number of its NUMA cells.
-    pub fn numa_cells(&self) -> usize {
-        let numa = self.child("cpu").and_then(|cpu| child(cpu, "numa"));
-        numa.map_or(0, |numa| numa.children().filter(|cell| cell.has_tag_name("cell")).count())
-    }
-
     /// A target that no disk has, late in the alphabet.
     fn free_target(&self) -> String {
         let taken: Vec<_> = self.disks().map(target).collect();
@@ -440,15 +434,6 @@ impl<'a, 'i> Domain<'a, 'i> {
         }
         if self.child("launchSecurity").is_some() {
             refuse("its memory is encrypted (launchSecurity)", "");
-        }
-        let cells = self.numa_cells();
-        if cells > 1 {
-            refuse(
-                &format!(
-                    "it has {cells} NUMA cells, each with memory of its own, and Hearth keeps memory in one piece"
-                ),
-                "give it one cell",
-            );
         }
         let plugged = self.devices.children().filter(|device| device.has_tag_name("memory"));
         let mut models: Vec<_> = plugged.map(|memory| memory.attribute("model").unwrap_or("unknown")).collect();
@@ -1020,7 +1005,6 @@ mod tests {
     #[test]
     fn domain_that_cannot_be_attached_is_told_all_reasons() {
         let memory = |element: &str| with_setting(&format!("<memoryBacking>{element}</memoryBacking>"));
-        let cells = |count: usize| with_cpu(&format!("<cpu><numa>{}</numa></cpu>", "<cell/>".repeat(count)));
         for (xml, why) in [
             (memory("<hugepages/>"), "huge pages"),
             (memory("<locked/>"), "locked"),
@@ -1030,7 +1014,6 @@ mod tests {
             (DOMAIN.replace("type='kvm'", "type='xen'"), "not a QEMU domain"),
             (DOMAIN.replace("<memory unit='KiB'>", "<memory unit='bushels'>"), "no size"),
             (DOMAIN.replace("x86_64", "aarch64"), "x86_64"),
-            (cells(2), "2 NUMA cells"),
             (
                 with_device("<memory model='dimm'/>\n    <memory model='virtio-mem'/>"),
                 "memory devices (dimm, virtio-mem)",
@@ -1038,9 +1021,10 @@ mod tests {
         ] {
             assert!(refused(&xml).contains(why), "{why}: {}", refused(&xml));
         }
-        // One cell is one piece of memory. What is plugged in later is not.
-        let one = attach(&cells(1), None, OnCrash::Restart, socket, sound).unwrap();
-        assert!(one.dropped.is_empty(), "{:?}", one.dropped);
+        // The memory of several cells is one piece. What is plugged in later is not.
+        let cells = with_cpu("<cpu><numa><cell/><cell/></numa></cpu>");
+        let cells = attach(&cells, None, OnCrash::Restart, socket, sound).unwrap();
+        assert!(cells.dropped.is_empty(), "{:?}", cells.dropped);
         let slots = with_setting("<maxMemory slots='4' unit='GiB'>8</maxMemory>");
         let [told] = &attach(&slots, None, OnCrash::Restart, socket, sound).unwrap().dropped[..] else { panic!() };
         assert!(told.starts_with("maxMemory: "), "{told}");

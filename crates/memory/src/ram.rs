@@ -20,10 +20,19 @@ const STAT_BLOCK_BYTES: u64 = 512;
 /// An open RAM file. Dropping it keeps the file, which must outlive its keeper.
 #[derive(Debug)]
 pub struct RamFile {
-    file: File,
+    /// Usually one. Memory of several NUMA cells is one file after the other.
+    parts: Vec<Part>,
     path: PathBuf,
     bytes: u64,
     layout: Layout,
+}
+
+#[derive(Debug)]
+struct Part {
+    file: File,
+    /// Its first byte in the RAM.
+    start: u64,
+    bytes: u64,
     identity: (u64, u64),
 }
 
@@ -83,21 +92,39 @@ impl RamFile {
         Self::wrap(file.map_err(failed)?, path)
     }
 
-    /// Takes over memory without a name (memfd) that another program has made for its guest, and cannot shrink. `name`: what it is
-    /// called in errors.
-    pub fn adopt(file: File, name: &str, layout: Layout) -> Result<Self, MemoryError> {
-        let is_sealed = fcntl_get_seals(&file).is_ok_and(|seals| seals.contains(SealFlags::SHRINK));
-        if !is_sealed {
+    /// Takes over memory without a name (memfd) that another program has made for its guest, and cannot shrink: one or more files,
+    /// the second after the first. `name`: what it is called in errors.
+    pub fn adopt(files: Vec<File>, name: &str, layout: Layout) -> Result<Self, MemoryError> {
+        let is_sealed = |file| fcntl_get_seals(file).is_ok_and(|seals| seals.contains(SealFlags::SHRINK));
+        if !files.iter().all(is_sealed) {
             return Err(MemoryError::Unsealed { path: name.into() });
         }
-        Ok(Self { layout, ..Self::wrap(file, Path::new(name))? })
+        Ok(Self { layout, ..Self::of_files(files, Path::new(name))? })
     }
 
     fn wrap(file: File, path: &Path) -> Result<Self, MemoryError> {
-        let metadata = file.metadata().map_err(|source| MemoryError::Open { path: path.to_owned(), source })?;
-        check_size(path, metadata.len())?;
-        let (bytes, identity) = (metadata.len(), (metadata.dev(), metadata.ino()));
-        Ok(Self { file, path: path.to_owned(), bytes, layout: Layout::q35(bytes), identity })
+        Self::of_files(vec![file], path)
+    }
+
+    fn of_files(files: Vec<File>, path: &Path) -> Result<Self, MemoryError> {
+        let (mut parts, mut start) = (Vec::new(), 0_u64);
+        for file in files {
+            let metadata = file.metadata().map_err(|source| MemoryError::Open { path: path.to_owned(), source })?;
+            let (bytes, identity) = (metadata.len(), (metadata.dev(), metadata.ino()));
+            check_size(path, bytes)?;
+            parts.push(Part { file, start, bytes, identity });
+            start = start.saturating_add(bytes);
+        }
+        check_size(path, start)?;
+        Ok(Self { parts, path: path.to_owned(), bytes: start, layout: Layout::q35(start) })
+    }
+
+    /// The pieces of a range of bytes: each with its file, and where it is in the file.
+    fn pieces(&self, range: Range<u64>) -> impl Iterator<Item = (&File, Range<u64>)> {
+        self.parts.iter().filter_map(move |part| {
+            let (from, to) = (range.start.max(part.start), range.end.min(part.start + part.bytes));
+            (from < to).then(|| (&part.file, from - part.start..to - part.start))
+        })
     }
 
     /// Path under which the file was created or opened.
@@ -122,13 +149,20 @@ impl RamFile {
 
     /// Device and inode, which identify the file in another process's mappings and behind a received descriptor.
     pub fn identity(&self) -> (u64, u64) {
-        self.identity
+        self.parts[0].identity
+    }
+
+    /// Device and inode of each file, in the order of their pages, with the number of pages.
+    pub fn identities(&self) -> impl Iterator<Item = ((u64, u64), u64)> {
+        self.parts.iter().map(|part| (part.identity, part.bytes / PAGE_BYTES))
     }
 
     /// Host memory that the file holds now, in bytes.
     pub fn residency_bytes(&self) -> Result<u64, MemoryError> {
-        let measured = self.file.metadata().map_err(|source| self.unmeasured(source))?;
-        Ok(measured.blocks() * STAT_BLOCK_BYTES)
+        self.parts.iter().try_fold(0, |sum, part| {
+            let measured = part.file.metadata().map_err(|source| self.unmeasured(source))?;
+            Ok(sum + measured.blocks() * STAT_BLOCK_BYTES)
+        })
     }
 
     /// Returns pages to the host; they read as zeroes from now on. On a file system with huge pages, only whole huge
@@ -140,13 +174,16 @@ impl RamFile {
         if pages.end > self.pages() {
             return Err(MemoryError::OutOfRange { path: self.path.clone(), pages, has: self.pages() });
         }
-        let (start, bytes) = (pages.start * PAGE_BYTES, (pages.end - pages.start) * PAGE_BYTES);
         let punch = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-        rustix::io::retry_on_intr(|| fallocate(&self.file, punch, start, bytes)).map_err(|errno| MemoryError::Release {
-            path: self.path.clone(),
-            pages,
-            source: errno.into(),
-        })
+        for (file, piece) in self.pieces(pages.start * PAGE_BYTES..pages.end * PAGE_BYTES) {
+            let punched = rustix::io::retry_on_intr(|| fallocate(file, punch, piece.start, piece.end - piece.start));
+            punched.map_err(|errno| MemoryError::Release {
+                path: self.path.clone(),
+                pages: pages.clone(),
+                source: errno.into(),
+            })?;
+        }
+        Ok(())
     }
 
     /// Releases pages, given in ascending order, in the longest possible runs: punching 2 MiB at once is 6 times faster
@@ -170,16 +207,18 @@ impl RamFile {
     /// The pages that hold memory, as ascending runs of page numbers.
     pub fn resident_ranges(&self) -> Result<Vec<Range<u64>>, MemoryError> {
         let mut ranges = Vec::new();
-        let mut offset = 0;
-        while offset < self.bytes {
-            let start = match seek(&self.file, SeekFrom::Data(offset)) {
-                Ok(start) => start,
-                Err(Errno::NXIO) => break,
-                Err(errno) => return Err(self.unmeasured(errno.into())),
-            };
-            let end = seek(&self.file, SeekFrom::Hole(start)).map_err(|errno| self.unmeasured(errno.into()))?;
-            ranges.push(start / PAGE_BYTES..end.div_ceil(PAGE_BYTES));
-            offset = end;
+        for Part { file, start: first, bytes, .. } in &self.parts {
+            let mut offset = 0;
+            while offset < *bytes {
+                let start = match seek(file, SeekFrom::Data(offset)) {
+                    Ok(start) => start,
+                    Err(Errno::NXIO) => break,
+                    Err(errno) => return Err(self.unmeasured(errno.into())),
+                };
+                let end = seek(file, SeekFrom::Hole(start)).map_err(|errno| self.unmeasured(errno.into()))?;
+                ranges.push((first + start) / PAGE_BYTES..(first + end).div_ceil(PAGE_BYTES));
+                offset = end;
+            }
         }
         Ok(ranges)
     }
@@ -187,33 +226,46 @@ impl RamFile {
     /// Reads bytes from the file. Unlike a read through a `RamView`, this fills no holes: they read as zeroes and stay
     /// holes. Safe while another thread releases the pages.
     pub fn read(&self, offset: FileOffset, into: &mut [u8]) -> Result<(), MemoryError> {
-        self.file.read_exact_at(into, offset.0).map_err(|source| MemoryError::Read {
-            path: self.path.clone(),
-            offset: offset.0,
-            bytes: into.len(),
-            source,
-        })
+        let (bytes, mut rest) = (into.len(), into);
+        let read = self.pieces(self.range(offset, bytes)).try_for_each(|(file, piece)| {
+            let (now, later) = std::mem::take(&mut rest).split_at_mut((piece.end - piece.start) as usize);
+            rest = later;
+            file.read_exact_at(now, piece.start)
+        });
+        let read = read.and_then(|()| match rest.is_empty() {
+            true => Ok(()),
+            false => Err(io::Error::new(io::ErrorKind::UnexpectedEof, "failed to fill whole buffer")),
+        });
+        read.map_err(|source| MemoryError::Read { path: self.path.clone(), offset: offset.0, bytes, source })
     }
 
     /// Writes bytes into RAM that no guest uses yet.
     pub fn write(&self, offset: FileOffset, bytes: &[u8]) -> Result<(), MemoryError> {
-        self.file.write_all_at(bytes, offset.0).map_err(|source| MemoryError::Write {
-            path: self.path.clone(),
-            offset: offset.0,
-            bytes: bytes.len(),
-            source,
-        })
+        let mut rest = bytes;
+        let written = self.pieces(self.range(offset, bytes.len())).try_for_each(|(file, piece)| {
+            let (now, later) = rest.split_at((piece.end - piece.start) as usize);
+            rest = later;
+            file.write_all_at(now, piece.start)
+        });
+        let written =
+            written.and_then(|()| if rest.is_empty() { Ok(()) } else { Err(io::ErrorKind::WriteZero.into()) });
+        let bytes = bytes.len();
+        written.map_err(|source| MemoryError::Write { path: self.path.clone(), offset: offset.0, bytes, source })
     }
 
     /// Maps the file read-only. The mapping stays valid when the file is removed.
     pub fn map(&self) -> Result<RamView, MemoryError> {
-        RamView::of(&self.file, self.bytes)
-            .map_err(|errno| MemoryError::Map { path: self.path.clone(), source: errno.into() })
+        let files: Vec<_> = self.parts.iter().map(|part| (&part.file, part.bytes)).collect();
+        RamView::of(&files).map_err(|errno| MemoryError::Map { path: self.path.clone(), source: errno.into() })
     }
 
     /// Removes the file. Its memory is freed when the last process unmaps it.
     pub fn remove(self) -> Result<(), MemoryError> {
         fs::remove_file(&self.path).map_err(|source| MemoryError::Remove { path: self.path.clone(), source })
+    }
+
+    fn range(&self, offset: FileOffset, bytes: usize) -> Range<u64> {
+        offset.0..offset.0.saturating_add(bytes as u64)
     }
 
     fn unmeasured(&self, source: io::Error) -> MemoryError {
@@ -250,7 +302,7 @@ mod tests {
 
     fn touch(ram: &RamFile, pages: Range<u64>) {
         for page in pages {
-            ram.file.write_all_at(&[page as u8 | 1; PAGE_BYTES as usize], page * PAGE_BYTES).unwrap();
+            ram.write(FileOffset(page * PAGE_BYTES), &[page as u8 | 1; PAGE_BYTES as usize]).unwrap();
         }
     }
 
@@ -345,14 +397,51 @@ mod tests {
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
         let memory = File::from(memfd_create("pc.ram", flags).unwrap());
         memory.set_len(1 << 20).unwrap();
-        let adopt = || RamFile::adopt(memory.try_clone().unwrap(), "memory of web", Layout::q35(1 << 20));
+        let adopt = || RamFile::adopt(vec![memory.try_clone().unwrap()], "memory of web", Layout::q35(1 << 20));
         assert!(chain(&adopt().unwrap_err()).contains("memory of web: is not sealed"));
         fcntl_add_seals(&memory, SealFlags::SHRINK | SealFlags::GROW).unwrap();
         let ram = adopt().unwrap();
         touch(&ram, 3..4);
         ram.release(3..4).unwrap();
         assert_eq!((ram.pages(), ram.residency_bytes().unwrap(), ram.layout()), (256, 0, Layout::q35(1 << 20)));
-        assert!(RamFile::adopt(File::open("/dev/null").unwrap(), "null", Layout::q35(1 << 20)).is_err());
+        assert!(RamFile::adopt(vec![File::open("/dev/null").unwrap()], "null", Layout::q35(1 << 20)).is_err());
+    }
+
+    #[test]
+    fn files_of_several_cells_are_one_memory() {
+        let sizes = [4, 1, 3];
+        let files = sizes.map(|pages| {
+            let file = File::from(memfd_create("cell", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).unwrap());
+            file.set_len(pages * PAGE_BYTES).unwrap();
+            fcntl_add_seals(&file, SealFlags::SHRINK).unwrap();
+            file
+        });
+        let copies = files.iter().map(|file| file.try_clone().unwrap()).collect();
+        let ram = RamFile::adopt(copies, "memory of web", Layout::q35(8 * PAGE_BYTES)).unwrap();
+        assert_eq!((ram.pages(), ram.identities().map(|(_, pages)| pages).collect::<Vec<_>>()), (8, sizes.to_vec()));
+        assert!(ram.identities().all(|(identity, _)| files.iter().any(|file| {
+            let file = file.metadata().unwrap();
+            (file.dev(), file.ino()) == identity
+        })));
+        // One write over all three.
+        let noise: Vec<u8> = (0..3 * PAGE_BYTES).map(|byte| (byte / 7) as u8 | 1).collect();
+        let offset = FileOffset(3 * PAGE_BYTES + 100);
+        ram.write(offset, &noise).unwrap();
+        let mut read = vec![0; noise.len()];
+        ram.read(offset, &mut read).unwrap();
+        assert_eq!(read, noise);
+        let (view, mut page) = (ram.map().unwrap(), [0; PAGE_BYTES as usize]);
+        view.copy_page(4, &mut page);
+        assert_eq!(page[..], noise[PAGE_BYTES as usize - 100..2 * PAGE_BYTES as usize - 100]);
+        assert_eq!(ram.resident_ranges().unwrap(), [3..4, 4..5, 5..7]);
+        assert_eq!(ram.release_pages(3..6).unwrap(), 3);
+        let resident: Vec<_> = ram.resident_ranges().unwrap().into_iter().flatten().collect();
+        assert_eq!((resident, ram.residency_bytes().unwrap()), (vec![6], PAGE_BYTES));
+        view.copy_page(4, &mut page);
+        assert_eq!(page, [0; PAGE_BYTES as usize]);
+        assert!(ram.read(FileOffset(7 * PAGE_BYTES), &mut vec![0; 4097]).is_err());
+        assert!(ram.write(FileOffset(8 * PAGE_BYTES), &[1]).is_err());
+        assert!(RamFile::adopt(vec![], "nothing", Layout::q35(PAGE_BYTES)).is_err());
     }
 
     #[test]

@@ -7,7 +7,7 @@ use std::fs::File;
 use std::ptr::{self, NonNull};
 
 use rustix::io::Errno;
-use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, munmap};
+use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, mmap_anonymous, munmap};
 
 use crate::PAGE_BYTES;
 
@@ -26,12 +26,20 @@ unsafe impl Send for RamView {}
 unsafe impl Sync for RamView {}
 
 impl RamView {
-    /// Maps the first `bytes` bytes of a file.
-    pub(crate) fn of(file: &File, bytes: u64) -> Result<Self, Errno> {
-        let bytes = usize::try_from(bytes).map_err(|_| Errno::OVERFLOW)?;
+    /// Maps files one after the other, the first so many bytes of each.
+    pub(crate) fn of(files: &[(&File, u64)]) -> Result<Self, Errno> {
+        let bytes = files.iter().try_fold(0_usize, |sum, (_, bytes)| sum.checked_add(usize::try_from(*bytes).ok()?));
+        let bytes = bytes.ok_or(Errno::OVERFLOW)?;
         // SAFETY: a new mapping at an address of the kernel's choice touches no other memory.
-        let start = unsafe { mmap(ptr::null_mut(), bytes, ProtFlags::READ, MapFlags::SHARED, file, 0)? };
+        let start = unsafe { mmap_anonymous(ptr::null_mut(), bytes, ProtFlags::empty(), MapFlags::PRIVATE)? };
         let view = Self { start: NonNull::new(start.cast()).expect("mmap never succeeds with a null address"), bytes };
+        let mut at = 0;
+        for (file, bytes) in files {
+            let bytes = *bytes as usize;
+            // SAFETY: the files' sizes add up to that of the mapping just made, in which this one takes its place.
+            unsafe { mmap(start.byte_add(at), bytes, ProtFlags::READ, MapFlags::SHARED | MapFlags::FIXED, file, 0)? };
+            at += bytes;
+        }
         // A core dump of the keeper must not hold the guest's memory.
         // SAFETY: the range is the mapping just made, and the advice changes nothing but what a dump holds.
         unsafe { madvise(start, bytes, Advice::LinuxDontDump)? };

@@ -270,10 +270,13 @@ pub struct QemuIdentity {
 }
 
 /// Guest memory that QEMU itself has made, without a name: a new keeper finds it among QEMU's descriptors.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MemoryNote {
     /// Device and inode of its file.
     pub identity: (u64, u64),
+    /// The same of further files, each of a NUMA cell.
+    #[serde(default)]
+    pub further: Vec<(u64, u64)>,
     /// Bytes of it that the guest has below 4 GiB.
     pub low_bytes: u64,
 }

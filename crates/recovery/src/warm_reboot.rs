@@ -14,7 +14,7 @@ pub mod in_place;
 
 use std::time::{Duration, Instant};
 
-use hearth_disk::server::{DiskServer, ServerError, Tracking};
+use hearth_disk::server::{DiskServer, RamPart, ServerError, Tracking};
 use hearth_disk::tag::Tagger;
 use std::sync::Arc;
 
@@ -110,6 +110,7 @@ impl RebootContext<'_> {
 /// Tracking of an incarnation by the disks; `None` if it is not tracked.
 pub fn tracking(incarnation: &Incarnation, tagger: &Tagger, warm: &Arc<WarmSources>) -> Option<Tracking> {
     let ledger = incarnation.ledger.clone()?;
-    let (ram_device, ram_inode) = incarnation.ram.identity();
-    Some(Tracking { ram_device, ram_inode, tagger: tagger.clone(), ledger, warm: Some(warm.for_disk()) })
+    let part = |((device, inode), pages)| RamPart { device, inode, pages };
+    let ram = incarnation.ram.identities().map(part).collect();
+    Some(Tracking { ram, tagger: tagger.clone(), ledger, warm: Some(warm.for_disk()) })
 }

@@ -14,9 +14,10 @@ use super::Question;
 use super::config::{self, Device, WRITEBACK_OFFSET, protocol};
 use super::foreign::{EventCounter, MemoryFile};
 use super::inflight::{self, Inflight, InflightError};
-use super::memory::{FileIdentity, GuestMap, MemoryError, REGIONS_MAX};
+use super::memory::{GuestMap, MemoryError, REGIONS_MAX};
 use super::poller::{Poller, Source, Watched};
 use super::queue::{Agreed, Queue, QueueError, Taken};
+use super::recorder::RamPart;
 use super::wire::{Channel, Frame, InflightSpec, Message, WireError};
 
 #[derive(Debug, thiserror::Error)]
@@ -140,7 +141,7 @@ impl Connection {
         stream: UnixStream,
         poller: &Rc<Poller>,
         device: Device,
-        ram: Option<FileIdentity>,
+        ram: Arc<[RamPart]>,
     ) -> std::io::Result<Self> {
         let channel = Watched::new(poller, Channel::new(stream)?, Source::Connection { id })?;
         let mut memory = GuestMap::default();
@@ -188,8 +189,8 @@ impl Connection {
         is_stopping.then_some(Stop { connection: self.id, starts: self.starts })
     }
 
-    /// The keeper has answered: this file of the memory is tracked, if any.
-    pub fn answered(&mut self, tracked: Option<FileIdentity>) {
+    /// The keeper has answered: these files of the memory are tracked.
+    pub fn answered(&mut self, tracked: Arc<[RamPart]>) {
         self.memory.track(tracked);
         self.is_answered = true;
     }

@@ -9,9 +9,11 @@ use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, AtomicU16, Ordering};
 
+use rustix::fs::{SealFlags, fcntl_get_seals};
 use vm_memory::{FileOffset, MmapRegion, VolatileMemory};
 
 use super::foreign::MemoryFile;
+use super::recorder::RamPart;
 pub use super::region::FileIdentity;
 use super::region::Region;
 use super::wire::RegionSpec;
@@ -43,7 +45,14 @@ pub enum MemoryError {
 pub struct ToldMemory {
     /// QEMU's process.
     pub pid: u32,
-    /// The largest file of the guest's memory.
+    /// The files that are the guest's own memory, by address. Usually one: each NUMA cell and each memory device has its own.
+    pub files: Vec<ToldFile>,
+}
+
+/// A file of a guest's memory.
+#[derive(Clone, Debug)]
+pub struct ToldFile {
+    /// The file.
     pub file: Arc<File>,
     /// Where its bytes are in the guest's memory, by address.
     pub places: Vec<MemoryPlace>,
@@ -92,7 +101,7 @@ pub struct GuestMap {
     lost: Cell<bool>,
     log: Option<Log>,
     log_all: bool,
-    tracked: Option<FileIdentity>,
+    tracked: Arc<[RamPart]>,
     /// None: all memory may be taken.
     gate: Option<Gate>,
     /// This process's own log; QEMU's is `log`.
@@ -107,27 +116,38 @@ impl GuestMap {
         let _ = std::thread::Builder::new().name("disk-unmap".into()).spawn(move || drop(self.regions));
     }
 
-    /// Pages of this file are pages of the incarnation; `page` knows no others.
-    pub fn track(&mut self, file: Option<FileIdentity>) {
-        self.tracked = file;
+    /// Pages of these files are pages of the incarnation; `page` knows no others.
+    pub fn track(&mut self, files: Arc<[RamPart]>) {
+        self.tracked = files;
     }
 
-    /// The largest file of the memory, if it is not the tracked one. `pid`: the process that has told of it.
+    /// Number of the first page of a tracked file.
+    fn first_page(&self, file: FileIdentity) -> Option<u64> {
+        let is_it = |part: &RamPart| (part.device, part.inode) == (file.device, file.inode);
+        let at = self.tracked.iter().position(is_it)?;
+        Some(self.tracked[..at].iter().map(|part| part.pages).sum())
+    }
+
+    /// The guest's own memory, if not all of it is tracked. `pid`: the process that has told of it.
     pub fn untracked(&self, pid: u32) -> Option<ToldMemory> {
-        let bytes_of = |file: FileIdentity| -> u64 {
-            self.regions.iter().filter(|region| region.file == file).map(|region| region.spec.bytes).sum()
-        };
-        let largest = self.regions.iter().max_by_key(|region| bytes_of(region.file))?;
-        if Some(largest.file) == self.tracked {
+        // What is not QEMU's own may be a device. If nothing is, the keeper finds out why.
+        let has_own = self.regions.iter().any(is_own_memory);
+        let mut files: Vec<(FileIdentity, ToldFile)> = Vec::new();
+        for region in self.regions.iter().filter(|region| !has_own || is_own_memory(region)) {
+            let RegionSpec { guest, bytes, file_offset, .. } = region.spec;
+            let place = MemoryPlace { guest, file_offset, bytes };
+            match files.iter_mut().find(|(identity, _)| *identity == region.file) {
+                Some((_, told)) => told.places.push(place),
+                None => {
+                    let file = region.mapping.file_offset()?.arc().clone();
+                    files.push((region.file, ToldFile { file, places: vec![place] }));
+                }
+            }
+        }
+        if files.iter().all(|(identity, _)| self.first_page(*identity).is_some()) {
             return None;
         }
-        let file = largest.mapping.file_offset()?.arc().clone();
-        let of_it = self.regions.iter().filter(|region| region.file == largest.file);
-        let place = |region: &Region| {
-            let RegionSpec { guest, bytes, file_offset, .. } = region.spec;
-            MemoryPlace { guest, file_offset, bytes }
-        };
-        Some(ToldMemory { pid, file, places: of_it.map(place).collect() })
+        Some(ToldMemory { pid, files: files.into_iter().map(|(_, told)| told).collect() })
     }
 
     pub fn set_gate(&mut self, gate: Option<Gate>) {
@@ -366,12 +386,11 @@ impl GuestMap {
         region.mapping.get_atomic_ref((address - region.spec.guest) as usize).map_err(|_| Unmapped)
     }
 
-    /// The page of the incarnation's RAM file that holds this address.
+    /// The page of the incarnation's RAM that holds this address.
     pub fn page(&self, address: u64) -> Option<RamPage> {
-        let tracked = self.tracked?;
-        let region = self.region(address).ok().filter(|region| region.file == tracked)?;
+        let region = self.region(address).ok()?;
         let in_file = address - region.spec.guest + region.spec.file_offset;
-        u32::try_from(in_file / PAGE_BYTES).ok().map(RamPage)
+        u32::try_from(self.first_page(region.file)? + in_file / PAGE_BYTES).ok().map(RamPage)
     }
 
     /// The page that `BLOCK_BYTES` bytes from here fill exactly, if it may be there at all.
@@ -384,6 +403,12 @@ impl GuestMap {
         let fits = region.end() - address >= PAGE_BYTES;
         if fits && in_file.is_multiple_of(PAGE_BYTES) { self.page(address) } else { None }
     }
+}
+
+/// Whether QEMU has made the region's file (memfd). A file of another kind may be shared with other programs, as a device.
+fn is_own_memory(region: &Region) -> bool {
+    let file = region.mapping.file_offset().map(FileOffset::file);
+    file.and_then(|file| fcntl_get_seals(file).ok()).is_some_and(|seals| seals.contains(SealFlags::SHRINK))
 }
 
 #[cfg(test)]
@@ -441,11 +466,37 @@ mod tests {
         map.add(RegionSpec { file_offset: 0x2000, ..spec(0x10_0000, 0x2000) }, ram).unwrap();
         map.add(spec(0x20_0000, 0x2000), file(0x2000)).unwrap();
         assert_eq!(map.page(0x10_0000), None, "nothing is tracked yet");
-        map.track(Some(FileIdentity { device: stat.st_dev, inode: stat.st_ino }));
+        let part = RamPart { device: stat.st_dev, inode: stat.st_ino, pages: 4 };
+        map.track(Arc::new([part]));
         assert_eq!(map.page(0x10_1004), Some(RamPage(3)));
         assert_eq!(map.whole_page(0x10_1000), Some(RamPage(3)));
         assert_eq!(map.whole_page(0x10_1004), None);
         assert_eq!(map.page(0x20_0000), None);
+        // A second file of the memory comes after the first.
+        map.track(Arc::new([RamPart { inode: part.inode + 1, pages: 7, ..part }, part]));
+        assert_eq!(map.page(0x10_1004), Some(RamPage(10)));
+    }
+
+    #[test]
+    fn all_files_of_memory_are_told_until_they_are_tracked() {
+        let mut map = GuestMap::default();
+        assert!(map.untracked(1).is_none());
+        map.add(spec(0x4000, 0x2000), file(0x2000)).unwrap();
+        map.add(spec(0x10_0000, 0x1000), MemoryFile::new_unsealed(0x1000)).unwrap();
+        map.add(spec(0, 0x3000), file(0x3000)).unwrap();
+        let told = map.untracked(1).unwrap().files;
+        let places: Vec<_> =
+            told.iter().flat_map(|told| &told.places).map(|place| (place.guest, place.bytes)).collect();
+        assert_eq!(places, [(0, 0x3000), (0x4000, 0x2000)], "without the shared memory of a device");
+        let part = |told: &ToldFile| {
+            let stat = rustix::fs::fstat(&told.file).unwrap();
+            RamPart { device: stat.st_dev, inode: stat.st_ino, pages: stat.st_size as u64 / PAGE_BYTES }
+        };
+        map.track(told.iter().take(1).map(part).collect());
+        assert!(map.untracked(1).is_some());
+        map.track(told.iter().map(part).collect());
+        assert!(map.untracked(1).is_none());
+        assert_eq!((map.page(0x2000), map.page(0x5000)), (Some(RamPage(2)), Some(RamPage(4))));
     }
 
     #[test]

@@ -52,8 +52,8 @@ use std::time::Duration;
 pub use counters::DiskCounters;
 pub use incoming::{Expected, Peer};
 pub use inflight::memory_name as inflight_name;
-pub use memory::{MemoryPlace, ToldMemory};
-pub use recorder::Tracking;
+pub use memory::{MemoryPlace, ToldFile, ToldMemory};
+pub use recorder::{RamPart, Tracking};
 pub use worker::{Handle, Pause, Worker};
 
 use crate::block::DiskId;

@@ -6,19 +6,27 @@
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use super::memory::FileIdentity;
 use crate::block::{BLOCK_BYTES, DiskId, RamPage};
 use crate::ledger::Ledger;
 use crate::tag::{Tag, Tagger};
 use crate::warm::{AfterServing, Answered, RequestObserver, WarmMemory};
 
-/// Tracks the blocks of one incarnation. Only guest pages inside its RAM file are recorded.
+/// A file that holds RAM of an incarnation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RamPart {
+    /// Device number of its file system.
+    pub device: u64,
+    /// Its inode number.
+    pub inode: u64,
+    /// Number of its pages.
+    pub pages: u64,
+}
+
+/// Tracks the blocks of one incarnation. Only guest pages inside its RAM are recorded.
 #[derive(Clone)]
 pub struct Tracking {
-    /// Device number of the file system that holds the RAM file.
-    pub ram_device: u64,
-    /// Inode number of the RAM file.
-    pub ram_inode: u64,
+    /// The files of the RAM, in the order of its pages. Usually one.
+    pub ram: Arc<[RamPart]>,
     /// Makes the tags of blocks.
     pub tagger: Tagger,
     /// Takes what the guest's pages hold.
@@ -47,8 +55,8 @@ impl Recorder {
         self.tracking = tracking;
     }
 
-    pub fn ram(&self) -> Option<FileIdentity> {
-        self.tracking.as_ref().map(|t| FileIdentity { device: t.ram_device, inode: t.ram_inode })
+    pub fn ram(&self) -> Arc<[RamPart]> {
+        self.tracking.as_ref().map(|tracking| Arc::clone(&tracking.ram)).unwrap_or_default()
     }
 
     pub fn tag(&self, block: &[u8; BLOCK_BYTES]) -> Option<Tag> {

@@ -502,7 +502,7 @@ impl Worker {
     pub fn answer(&mut self, tracking: Option<Tracking>) {
         self.disk.attach(tracking);
         let ram = self.disk.ram();
-        self.peers.iter_mut().for_each(|connection| connection.answered(ram));
+        self.peers.iter_mut().for_each(|connection| connection.answered(ram.clone()));
     }
 
     /// No QEMU is connected, and nothing is in flight.

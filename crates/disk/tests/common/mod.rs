@@ -17,7 +17,7 @@ use hearth_disk::block::{BLOCK_BYTES, DiskId};
 use hearth_disk::engine::flaky::{FlakyEngine, Plan};
 use hearth_disk::image::{Format, Image, ImageOptions};
 use hearth_disk::ledger::Ledger;
-use hearth_disk::server::{Backing, DiskOptions, DiskServer, Expected, Peer, Tracking};
+use hearth_disk::server::{Backing, DiskOptions, DiskServer, Expected, Peer, RamPart, Tracking};
 use hearth_disk::tag::Tagger;
 use hearth_disk::warm::WarmMemory;
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, memfd_create};
@@ -327,8 +327,7 @@ impl Guest {
     pub fn tracking(ram: &File, ledger: &Arc<Mutex<Ledger>>, warm: Option<WarmMemory>) -> Tracking {
         let identity = ram.metadata().unwrap();
         Tracking {
-            ram_device: identity.dev(),
-            ram_inode: identity.ino(),
+            ram: Arc::new([RamPart { device: identity.dev(), inode: identity.ino(), pages: identity.len() / 4096 }]),
             tagger: Tagger::new(b"a key like noise"),
             ledger: Arc::clone(ledger),
             warm,

@@ -5,13 +5,14 @@
 //! Requests that meet one another while one of them changes a block (`overlap`) leave nothing behind in memory.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use super::job::{BLOCK, Job};
 use super::overlap::{Overlaps, RequestId};
 use super::running::Part;
 use crate::server::counters::{Counters, add};
-use crate::server::memory::{FileIdentity, GuestMap, Unmapped};
-use crate::server::recorder::{Recorder, Tracking};
+use crate::server::memory::{GuestMap, Unmapped};
+use crate::server::recorder::{RamPart, Recorder, Tracking};
 use crate::server::request::{Kind, Request, Status};
 use crate::server::transfer::{self, Cursor};
 use crate::warm::Answered;
@@ -36,8 +37,8 @@ impl Blocks {
         self.recorder.attach(tracking.filter(|_| self.tracked));
     }
 
-    /// The RAM file whose pages are recorded.
-    pub fn ram(&self) -> Option<FileIdentity> {
+    /// The RAM whose pages are recorded; empty if none are.
+    pub fn ram(&self) -> Arc<[RamPart]> {
         self.recorder.ram()
     }
 

@@ -42,8 +42,7 @@ use std::time::Duration;
 use super::config::Device;
 use super::connection::Connection;
 use super::counters::Counters;
-use super::memory::FileIdentity;
-use super::recorder::{Recorder, Tracking};
+use super::recorder::{RamPart, Recorder, Tracking};
 use super::{Backing, DiskOptions};
 use crate::clock::Clock;
 use crate::gate::Gate;
@@ -116,8 +115,8 @@ impl Disk {
         self.intake.gate = gate;
     }
 
-    /// The RAM file whose pages are recorded.
-    pub fn ram(&self) -> Option<FileIdentity> {
+    /// The RAM whose pages are recorded; empty if none are.
+    pub fn ram(&self) -> Arc<[RamPart]> {
         self.parts.blocks.ram()
     }
 

@@ -328,8 +328,10 @@ impl Attached {
                 Ok(incarnation) => {
                     self.context.config.guest.memory_bytes = incarnation.ram.bytes();
                     self.warm_reboot.set_budget(&self.context.config);
+                    let further = incarnation.ram.identities().skip(1).map(|(identity, _)| identity);
                     self.context.journal.memory = Some(MemoryNote {
                         identity: incarnation.ram.identity(),
+                        further: further.collect(),
                         low_bytes: incarnation.ram.layout().low_bytes(),
                     });
                     life.incarnation = Some(incarnation);
@@ -503,12 +505,16 @@ impl Attached {
 
     /// Memory and ledger of the living guest. None: its memory was not tracked, or cannot be found.
     fn reopen(&mut self, pid: u32) -> Option<Incarnation> {
-        let note = self.context.journal.memory?;
+        let note = self.context.journal.memory.clone()?;
         let name = memory_name(&self.context);
-        let opened = file_of(pid, note.identity).map_err(|error| error.to_string()).and_then(|file| {
-            let file = fs::File::from(file.ok_or("QEMU has no such memory any more")?);
-            let bytes = file.metadata().map_err(|error| error.to_string())?.len();
-            let ram = RamFile::adopt(file, &name, Layout::split_at(note.low_bytes, bytes));
+        let find = |identity| {
+            let file = file_of(pid, identity).map_err(|error| error.to_string())?;
+            file.map(fs::File::from).ok_or_else(|| "QEMU has no such memory any more".to_owned())
+        };
+        let files: Result<Vec<_>, _> = std::iter::once(note.identity).chain(note.further).map(find).collect();
+        let opened = files.and_then(|files| {
+            let bytes = bytes_of(&files)?;
+            let ram = RamFile::adopt(files, &name, Layout::split_at(note.low_bytes, bytes));
             let ram = ram.map_err(|error| crate::chain(&error))?;
             let (folder, number) = (&self.context.folders.memory, self.context.journal.incarnation);
             Incarnation::open_with_ram(folder, number, ram).map_err(|error| crate::chain(&error))
@@ -579,21 +585,35 @@ fn memory_name(context: &Context) -> String {
 
 /// The next incarnation, in the memory that QEMU has told of; or why none of it can be kept.
 fn incarnation_in(context: &Context, told: &ToldMemory) -> Result<Incarnation, String> {
-    let file = told.file.try_clone().map_err(|error| error.to_string())?;
-    let bytes = file.metadata().map_err(|error| error.to_string())?.len();
-    if bytes / PAGE_BYTES > u64::from(u32::MAX) {
-        return Err(format!("it claims to have {bytes} bytes"));
+    let files: Result<Vec<_>, _> = told.files.iter().map(|told| told.file.try_clone()).collect();
+    let files = files.map_err(|error| error.to_string())?;
+    let bytes = bytes_of(&files)?;
+    // The memory of NUMA cells is in one piece, that of memory devices is elsewhere.
+    let (mut places, mut start) = (Vec::new(), 0);
+    for (told, file) in told.files.iter().zip(&files) {
+        places.extend(told.places.iter().map(|place| Place {
+            guest: GuestPhysicalAddress(place.guest),
+            file: FileOffset(start + place.file_offset),
+            bytes: place.bytes,
+        }));
+        start += bytes_of(std::slice::from_ref(file))?;
     }
-    let place = |place: &hearth_disk::server::MemoryPlace| Place {
-        guest: GuestPhysicalAddress(place.guest),
-        file: FileOffset(place.file_offset),
-        bytes: place.bytes,
-    };
-    let places: Vec<_> = told.places.iter().map(place).collect();
-    let layout = Layout::of_places(bytes, &places).ok_or("it is laid out in an unknown way")?;
-    let ram = RamFile::adopt(file, &memory_name(context), layout).map_err(|error| crate::chain(&error))?;
+    let layout = Layout::of_places(bytes, &places).ok_or("it is laid out in an unknown way, as with memory devices")?;
+    let ram = RamFile::adopt(files, &memory_name(context), layout).map_err(|error| crate::chain(&error))?;
     let (folder, number) = (&context.folders.memory, context.journal.incarnation);
     Incarnation::with_ram(folder, number, Arc::new(ram), true).map_err(|error| crate::chain(&error))
+}
+
+/// Size of all files together, if they can be one memory.
+fn bytes_of(files: &[fs::File]) -> Result<u64, String> {
+    let bytes = files.iter().try_fold(0_u64, |sum, file| {
+        let bytes = file.metadata().map_err(|error| error.to_string())?.len();
+        Ok::<_, String>(sum.saturating_add(bytes))
+    })?;
+    match bytes / PAGE_BYTES > u64::from(u32::MAX) {
+        true => Err(format!("it claims to have {bytes} bytes")),
+        false => Ok(bytes),
+    }
 }
 
 /// The version of the QEMU that a process runs. Its guest may have taken the process over, so only a program is asked that nobody but
