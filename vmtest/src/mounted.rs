@@ -60,6 +60,22 @@ impl Mounted {
         &self.path
     }
 
+    /// Has each write to it wait until `thaw`, as on a storage that hangs.
+    pub fn freeze(&self) -> Result<()> {
+        self.fsfreeze("--freeze")
+    }
+
+    pub fn thaw(&self) -> Result<()> {
+        self.fsfreeze("--unfreeze")
+    }
+
+    fn fsfreeze(&self, what: &str) -> Result<()> {
+        let done = Command::new("/usr/sbin/fsfreeze").arg(what).arg(&self.path).output();
+        let said = at("freeze", &self.path, done)?;
+        let failed = || std::io::Error::other(String::from_utf8_lossy(&said.stderr).into_owned());
+        at("freeze", &self.path, if said.status.success() { Ok(()) } else { Err(failed()) })
+    }
+
     /// Bytes in use, after a sync.
     pub fn used_bytes(&self) -> Result<u64> {
         let folder = at("open", &self.path, std::fs::File::open(&self.path))?;

@@ -28,9 +28,9 @@ pub use fast_remount::{MissedRun, PlannedRun, ReadyRequest, RemountDisk, Remount
 pub use openapi::openapi;
 pub use page::page;
 pub use request::{
-    Accepted, CopyDiskCancel, CopyDiskRequest, CrashMethod, CrashRequest, DiskSize, DomainCrashed, DomainEnded,
-    DomainHarvested, DomainReset, DomainStarts, FreezeRequest, ParkRequest, RebootRequest, RejuvenateRequest,
-    ResizeRequest, SaveCancel, SaveRequest, SaveThen, ScanRequest, StopRequest, UpgradeRequest,
+    Accepted, CopyDiskCancel, CopyDiskRequest, CopyDiskTake, CrashMethod, CrashRequest, DiskSize, DomainCrashed,
+    DomainEnded, DomainHarvested, DomainReset, DomainStarts, FreezeRequest, ParkRequest, RebootRequest,
+    RejuvenateRequest, ResizeRequest, SaveCancel, SaveRequest, SaveThen, ScanRequest, StopRequest, UpgradeRequest,
 };
 pub use routes::{Body, Call, Method, Mismatch, Order, OrderId, Parameter, ROUTES, Resource, Route, RouteId};
 pub use status::{

@@ -157,10 +157,21 @@ pub struct CopyDiskRequest {
     pub disk: String,
     /// Absolute path of the copy. It must not exist yet.
     pub file: PathBuf,
-    /// The caller has frozen the guest's file systems, and thaws them at the event `disk_copy_taken`. If not, the keeper does so where
-    /// the guest has an agent (`guest_agent = true`).
+    /// The caller has the guest's file systems frozen once this request is accepted, sends `POST /v1/copy-disk/take`, and has them thawed
+    /// when the moment is taken or the copy has failed. If not, the keeper does so where the guest has an agent (`guest_agent = true`).
     #[serde(default)]
-    pub frozen: bool,
+    pub caller_freezes: bool,
+}
+
+/// Take the moment of a copy whose caller freezes the file systems (`caller_freezes`).
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct CopyDiskTake {
+    /// Its file, as it was requested.
+    pub file: PathBuf,
+    /// Why the file systems are not frozen. None: they are.
+    #[serde(default)]
+    pub not_frozen: Option<String>,
 }
 
 /// Cancel the running copy of a disk.

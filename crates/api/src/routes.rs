@@ -11,7 +11,7 @@ use serde::de::DeserializeOwned;
 
 use crate::ErrorWord::{self, Failed, NoSuchDisk, NotPossible, WrongState};
 use crate::{
-    Accepted, Age, CopyDiskCancel, CopyDiskRequest, CrashRequest, DiskSize, DomainCrashed, DomainEnded,
+    Accepted, Age, CopyDiskCancel, CopyDiskRequest, CopyDiskTake, CrashRequest, DiskSize, DomainCrashed, DomainEnded,
     DomainHarvested, DomainReset, DomainStarts, DumpDiscard, DumpRequest, DumpResume, EventRecord, Explanation,
     MachineStatus, ParkRequest, ReadyRequest, RebootRequest, RejuvenateRequest, RemountPlan, ResizeRequest, SaveCancel,
     SaveRequest, StopRequest, UpgradeRequest,
@@ -355,6 +355,12 @@ routes! {
              file is complete. `disk_copy_failed` means that there is no file, and says why.",
             cli: "hearth copy-disk NAME DISK FILE",
             errors: &[NoSuchDisk, WrongState, Failed],
+        }
+        CopyDiskTake: "/v1/copy-disk/take" (CopyDiskTake) {
+            summary: "Take the moment of a copy whose caller freezes the guest's file systems",
+            details: "The keeper waits a minute for it.",
+            cli: "hearth copy-disk NAME DISK FILE",
+            errors: &[WrongState],
         }
         CopyDiskCancel: "/v1/copy-disk/cancel" (CopyDiskCancel) {
             summary: "Cancel the running copy of a disk",

@@ -302,6 +302,76 @@ fn refused_or_interrupted_copy_leaves_nothing() -> Result<()> {
     await_writer(&vm, 3)
 }
 
+/// A copy to a file system that hangs, as an NFS does whose server is gone. Thawed at the end, whatever happens.
+struct Hung(Mounted);
+
+impl Hung {
+    fn begin(mounted: Mounted) -> Result<Self> {
+        mounted.freeze().map(|()| Self(mounted))
+    }
+}
+
+impl Drop for Hung {
+    fn drop(&mut self) {
+        let _ = self.0.thaw();
+    }
+}
+
+#[test]
+fn hung_target_fails_the_copy_and_not_the_guest() -> Result<()> {
+    let home = tempfile::tempdir().expect("a folder");
+    let Some(elsewhere) = Mounted::ext4(512)? else { return Ok(()) };
+    let (vm, ..) = writing("hangs", home.path())?;
+    let copy = elsewhere.path().join("copy");
+    let mut command = hearth(&vm, &["copy-disk", "hangs", "numbers", text(&copy)])?;
+    vm.wait_event("the moment", |record| matches!(record.event, EventKind::DiskCopyTaken { .. }).then_some(()))?;
+    let hung = Hung::begin(elsewhere)?;
+    // More than is held for the copy. Each write of the guest's is a change.
+    let began = std::time::Instant::now();
+    vm.sh_within("dd if=/dev/zero of=/dev/vda bs=1M seek=64 count=96 oflag=direct", patience(60))?;
+    let why = vm.wait_event("the failure", |record| match &record.event {
+        EventKind::DiskCopyFailed { why, .. } => Some(why.clone()),
+        _ => None,
+    })?;
+    assert!(why.contains("its storage hangs or is too slow"), "{why}");
+    assert!(began.elapsed() < patience(30), "{:?}", began.elapsed());
+    assert!(!command.wait().expect("our own child").success());
+    await_writer(&vm, 3)?;
+    // Another one is refused within its time, and can be cancelled before that.
+    let second = hung.0.path().join("second");
+    let mut command = hearth(&vm, &["copy-disk", "hangs", "numbers", text(&second)])?;
+    std::thread::sleep(Duration::from_millis(500));
+    interrupt(&command);
+    assert!(!command.wait().expect("our own child").success());
+    await_writer(&vm, 3)?;
+    let here = home.path().join("copy");
+    vm.cli(&["copy-disk", "hangs", "numbers", text(&here)])?;
+    hung.0.thaw()?;
+    wait_for("what was begun there is removed", || {
+        names_in(hung.0.path()).iter().all(|name| !name.starts_with("copy") && !name.starts_with("second"))
+    });
+    vm.has_no_disk_errors()?;
+    await_writer(&vm, 3)
+}
+
+/// What lies at the image's path by now is another file.
+#[test]
+fn renamed_image_is_copied_and_not_what_has_its_name() -> Result<()> {
+    let Some(xfs) = Mounted::xfs(1024)? else { return Ok(()) };
+    let (vm, image, content) = writing("renamed", xfs.path())?;
+    fs::rename(&image, xfs.path().join("moved.img")).expect("our own file");
+    fill(&image, DISK_MIB * MIB, 9);
+    let copy = xfs.path().join("copy.img");
+    vm.cli(&["copy-disk", "renamed", "numbers", text(&copy)])?;
+    assert!(taken(&vm)?.0, "the copy shares its blocks");
+    assert_one_moment(&copy, &content);
+    // The image's path is no place for a copy, whatever is there.
+    fs::remove_file(&image).expect("our own file");
+    let refused = vm.cli_output(&["copy-disk", "renamed", "numbers", text(&image)])?;
+    assert!(refused.text().contains("is the path of the image of disk numbers"), "{}", refused.text());
+    await_writer(&vm, 3)
+}
+
 /// Whatever dies during a copy, no file has its name that is not complete, and the guest's disk goes on.
 #[test]
 fn killed_keeper_leaves_no_half_copy_under_its_name() -> Result<()> {

@@ -194,6 +194,14 @@ impl Image {
         self.open_files().into_iter().map(lock).collect()
     }
 
+    /// Another descriptor of the top image's open file.
+    pub(crate) fn open_file(&self) -> io::Result<File> {
+        match &self.contents {
+            Contents::Raw(raw) => raw.file(),
+            Contents::Qcow2(qcow2) => qcow2.file(),
+        }
+    }
+
     /// Each with its path, and whether it is only read.
     fn open_files(&self) -> Vec<(&Path, &File, bool)> {
         match &self.contents {

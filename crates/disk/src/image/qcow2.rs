@@ -155,10 +155,14 @@ impl Qcow2Image {
         })
     }
 
+    pub(super) fn file(&self) -> io::Result<File> {
+        self.layers[0].file.try_clone()
+    }
+
     /// The file of the top image, with what is held of its tables.
     pub(super) fn freeze(&self, target: File) -> io::Result<Arc<FrozenImage>> {
         self.committer.commit()?;
-        self.guard.freeze(self.layers[0].file.try_clone()?, target)
+        self.guard.freeze(self.file()?, target)
     }
 
     pub(super) fn describe(&self) -> String {

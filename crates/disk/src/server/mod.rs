@@ -41,11 +41,11 @@ mod worker;
 
 use std::fs::File;
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
+use std::sync::{Arc, Weak};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -195,9 +195,7 @@ pub enum ServerError {
     Busy { disk: String },
     #[error("disk {disk}: still in use after {waited:?}")]
     Timeout { disk: String, waited: Duration },
-    #[error(
-        "disk {disk}: its thread has not answered for {waited:?}; the storage of its image, or of what its image is saved to, hangs"
-    )]
+    #[error("disk {disk}: its thread has not answered for {waited:?}; the storage of its image hangs")]
     Silent { disk: String, waited: Duration },
     #[error("disk {disk}: cannot read the size of its image again")]
     Resize { disk: String, source: io::Error },
@@ -211,6 +209,8 @@ pub enum ServerError {
     Left { disk: String, what: String },
     #[error("disk {disk}: its image cannot be copied")]
     Freeze { disk: String, source: io::Error },
+    #[error("disk {disk}: its image cannot be opened again")]
+    Reopen { disk: String, source: io::Error },
     #[error("disk {disk}: its thread has ended")]
     Gone { disk: String },
 }
@@ -275,6 +275,7 @@ pub struct DiskServer {
     description: String,
     bytes: AtomicU64,
     committer: Committer,
+    image: Arc<File>,
     socket: PathBuf,
     counters: Arc<Counters>,
     pressure: Pressure,
@@ -290,6 +291,8 @@ pub struct Observer {
     name: String,
     counters: Arc<Counters>,
     committer: Committer,
+    /// Not kept open: its lock would be kept, too.
+    image: Weak<File>,
     commands: Sender<Command>,
     wake: Arc<OwnedFd>,
 }
@@ -308,6 +311,14 @@ impl Observer {
     /// As `DiskServer::commit`.
     pub fn commit(&self) -> io::Result<()> {
         self.committer.commit()
+    }
+
+    /// Opens the image's file again, for reading and without its lock: the same file, whatever its path leads to by now.
+    pub fn open_image(&self) -> Result<File, ServerError> {
+        let disk = || self.name.clone();
+        let image = self.image.upgrade().ok_or_else(|| ServerError::Gone { disk: disk() })?;
+        let opened = File::open(format!("/proc/self/fd/{}", image.as_raw_fd()));
+        opened.map_err(|source| ServerError::Reopen { disk: disk(), source })
     }
 
     /// The image as it is now, on its way into this file, which is new. The guest stands still; it may go on at once.
@@ -408,6 +419,8 @@ impl DiskServer {
         let (name, socket) = (options.name.clone(), options.socket.clone());
         let (description, bytes) = (backing.image.describe(), AtomicU64::new(backing.image.bytes()));
         let committer = backing.image.committer();
+        let image = backing.image.open_file().map(Arc::new);
+        let image = image.map_err(|source| ServerError::Reopen { disk: name.clone(), source })?;
         let (started, start) = mpsc::channel();
         let death = Arc::new(Death::default());
         let thread_death = Arc::clone(&death);
@@ -424,7 +437,20 @@ impl DiskServer {
         let Handle { counters, pressure, commands, wake } =
             start.recv().map_err(|_| ServerError::Gone { disk: name.clone() })??;
         let (thread, wake) = (Some(thread), Arc::new(wake));
-        Ok(Self { name, description, bytes, committer, socket, counters, pressure, commands, wake, thread, death })
+        Ok(Self {
+            name,
+            description,
+            bytes,
+            committer,
+            image,
+            socket,
+            counters,
+            pressure,
+            commands,
+            wake,
+            thread,
+            death,
+        })
     }
 
     /// Calls `tell` with the reason if the disk's thread ends, or has ended, without being asked to. Nobody serves the disk then:
@@ -503,6 +529,7 @@ impl DiskServer {
             name: self.name.clone(),
             counters: self.counters.clone(),
             committer: self.committer.clone(),
+            image: Arc::downgrade(&self.image),
             commands: self.commands.clone(),
             wake: self.wake.clone(),
         }

@@ -1,7 +1,7 @@
 //! `hearth copy-disk`: a disk of a running machine as it is at one moment.
 //!
 //! The keeper makes the copy. The agent of a libvirt domain's guest is asked here, because nothing in a keeper speaks with libvirt:
-//! frozen -> the keeper takes the moment -> thawed.
+//! the keeper has made the file -> frozen -> the keeper takes the moment -> thawed.
 
 use std::io;
 use std::path::PathBuf;
@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::Duration;
 
 use clap::Args;
-use hearth_api::{CopyDiskCancel, CopyDiskRequest, EventKind, EventRecord, MachineState};
+use hearth_api::{CopyDiskCancel, CopyDiskRequest, CopyDiskTake, EventKind, EventRecord, MachineState};
 use hearth_libvirt::virsh::{Virsh, VirshError};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM};
 use signal_hook::iterator::Signals;
@@ -18,11 +18,13 @@ use signal_hook::iterator::Signals;
 use super::order::{cut_off, show};
 use super::{CliError, Context, Exit, absolute, words};
 use crate::attachment::Attachment;
-use crate::client::Client;
+use crate::client::{Client, ClientError};
 
 /// Attempts to thaw a guest, each with libvirt's own patience, and the pause between two.
 const THAWS: u32 = 6;
 const THAW_AGAIN: Duration = Duration::from_secs(1);
+/// How long a keeper may take to hear that its copy is cancelled. File systems may be frozen meanwhile.
+const CANCEL_PATIENCE: Duration = Duration::from_secs(2);
 
 #[derive(Debug, Args)]
 pub struct CopyDiskArguments {
@@ -51,13 +53,34 @@ pub fn make(
     interrupts: &Interrupts,
     tell: fn(&mut Context<'_>, &EventRecord) -> Result<(), CliError>,
 ) -> Result<(), CliError> {
-    let mut frozen = FrozenDomain::freeze(context, name)?;
-    if interrupts.came() {
-        return Err(CliError::Machine { name: name.to_owned(), what: "the copy was interrupted".to_owned() });
-    }
+    let caller_freezes = is_running_domain(context, name)?;
     let path = file.display().to_string();
-    let request = CopyDiskRequest { disk: disk.to_owned(), file, frozen: frozen.is_some() };
-    let accepted = context.ask(name, |client| client.send(&request))?;
+    let request = CopyDiskRequest { disk: disk.to_owned(), file: file.clone(), caller_freezes };
+    // Dropped last: cancelled, then thawed.
+    let mut frozen = None;
+    let mut begun = Begun { client: context.client(name).with_patience(CANCEL_PATIENCE), file, is_over: false };
+    let accepted = match context.ask(name, |client| client.send(&request)) {
+        // It may have begun all the same.
+        Err(error @ CliError::Client(ClientError::Silent { .. })) => return Err(error),
+        accepted => accepted.inspect_err(|_| begun.is_over = true)?,
+    };
+    let must_go_on = || match interrupts.came() {
+        true => Err(CliError::Machine { name: name.to_owned(), what: "the copy was interrupted".to_owned() }),
+        false => Ok(()),
+    };
+    must_go_on()?;
+    if caller_freezes {
+        let not_frozen = match FrozenDomain::freeze(name) {
+            Ok(domain) => {
+                frozen = Some(domain);
+                None
+            }
+            Err(why) => Some(why),
+        };
+        must_go_on()?;
+        let take = CopyDiskTake { file: begun.file.clone(), not_frozen };
+        context.ask(name, |client| client.send(&take))?;
+    }
     let stream = context.client(name).follow(accepted.since).map_err(|error| context.explained(name, error))?;
     for record in stream {
         let record = record.map_err(|error| context.explained(name, error))?;
@@ -67,20 +90,38 @@ pub fn make(
             // Before anything else, which may wait for whoever reads it.
             frozen = None;
         }
-        tell(context, &record)?;
         match &record.event {
             EventKind::DiskCopied { file, .. } if *file == path => {
+                begun.is_over = true;
                 interrupts.is_copied.store(true, Relaxed);
-                return Ok(());
+                return tell(context, &record);
             }
             failed @ EventKind::DiskCopyFailed { file, .. } if *file == path => {
+                begun.is_over = true;
+                drop(frozen.take());
+                tell(context, &record)?;
                 return Err(CliError::Machine { name: name.to_owned(), what: words::describe(failed) });
             }
-            _ => {}
+            _ => tell(context, &record)?,
         }
     }
-    drop(frozen);
     Err(cut_off(context, name))
+}
+
+/// A copy that a keeper may be making. It is cancelled when this is dropped before it is over.
+struct Begun {
+    client: Client,
+    file: PathBuf,
+    is_over: bool,
+}
+
+impl Drop for Begun {
+    fn drop(&mut self) {
+        if !self.is_over {
+            // A keeper that is gone makes no copy; one that is silent hears of it when it listens again.
+            let _ = self.client.send(&CopyDiskCancel { file: self.file.clone() });
+        }
+    }
 }
 
 /// Signals that cancel the copy to a file. A third one ends the process at once; before that a guest's file systems may
@@ -117,6 +158,13 @@ impl Interrupts {
     }
 }
 
+/// Whether this is a domain of libvirt whose guest runs: libvirt's connection to its agent is the only one.
+fn is_running_domain(context: &Context<'_>, name: &str) -> Result<bool, CliError> {
+    let attached = Attachment::of(name);
+    let definition = attached.definition().map_err(|source| CliError::File { path: attached.file(), source })?;
+    Ok(definition.is_some() && context.ask(name, |client| client.status())?.state == MachineState::Running)
+}
+
 /// A domain of libvirt whose guest's file systems are frozen. They are thawed when this is dropped.
 struct FrozenDomain {
     virsh: Virsh,
@@ -124,22 +172,21 @@ struct FrozenDomain {
 }
 
 impl FrozenDomain {
-    /// None: it is not a domain of libvirt that runs, or its guest's agent does not freeze them.
-    fn freeze(context: &Context<'_>, name: &str) -> Result<Option<Self>, CliError> {
-        let attached = Attachment::of(name);
-        let definition = attached.definition().map_err(|source| CliError::File { path: attached.file(), source })?;
-        if definition.is_none() || context.ask(name, |client| client.status())?.state != MachineState::Running {
-            return Ok(None);
-        }
+    /// The error says why they are not frozen.
+    fn freeze(name: &str) -> Result<Self, String> {
         let virsh = Virsh::system();
-        let domain = |virsh| Self { virsh, name: name.to_owned() };
-        let Err(error) = virsh.freeze(name) else { return Ok(Some(domain(virsh))) };
-        eprintln!("hearth: {name}: its guest's file systems are not frozen: {}", crate::chain(&error));
-        // An agent that answers late freezes them all the same. In any other case nothing is frozen, or somebody else needs it.
-        if let VirshError::Silent { .. } = error {
-            drop(domain(virsh));
+        let frozen = virsh.freeze(name);
+        let domain = Self { virsh, name: name.to_owned() };
+        let Err(error) = frozen else { return Ok(domain) };
+        let why = crate::chain(&error);
+        eprintln!("hearth: {name}: its guest's file systems are not frozen: {why}");
+        match error {
+            // An agent that answers late freezes them all the same.
+            VirshError::Silent { .. } => drop(domain),
+            // Nothing is frozen, or somebody else needs it.
+            _ => std::mem::forget(domain),
         }
-        Ok(None)
+        Err(why)
     }
 
     /// libvirt may be busy with the freeze for some time.

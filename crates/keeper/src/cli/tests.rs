@@ -24,6 +24,10 @@ struct Fixture {
 }
 
 fn fixture() -> Fixture {
+    fixture_that(answer)
+}
+
+fn fixture_that(answer: impl Fn(&Command, &EventLog) -> Result<Answer, ApiError> + Send + Sync + 'static) -> Fixture {
     let folder = tempfile::tempdir().unwrap();
     let runtime_folder = folder.path().join("web");
     std::fs::create_dir(&runtime_folder).unwrap();
@@ -146,7 +150,7 @@ fn carry_out(order: &Order, events: &EventLog) {
             let (format, backing) = ("raw".into(), None);
             events.record(EventKind::DiskCopied { disk, file, format, bytes: 1 << 20, backing, duration_ms: 3.0 });
         }
-        Order::CopyDiskCancel(_) => {}
+        Order::CopyDiskTake(_) | Order::CopyDiskCancel(_) => {}
         Order::SaveCancel(_) => {
             events.record(EventKind::SaveFailed { folder: "/s".into(), why: "it was cancelled".into() });
         }
@@ -789,6 +793,36 @@ fn copy_of_a_disk_says_how_consistent_it_is() {
     let (_, done) = fixture.run(&["copy-disk", "web", "full", "/b/root.img"]);
     let error = done.unwrap_err();
     assert_eq!(error.to_string(), "web: copy of disk full failed: no space left in /b (/b/root.img)");
+}
+
+/// Also without a signal: nobody would wait for it any more.
+#[test]
+fn copy_that_nobody_waits_for_is_cancelled() {
+    let (heard, orders) = std::sync::mpsc::channel();
+    let fixture = fixture_that(move |command, events| {
+        if let Command::Order(order @ (Order::CopyDisk(_) | Order::CopyDiskCancel(_))) = command {
+            heard.send(order.clone()).unwrap();
+            match order {
+                Order::CopyDisk(request) if request.disk == "busy" => {
+                    return Err(ApiError::new(ErrorWord::WrongState, "cannot copy a disk: a disk is being copied"));
+                }
+                // The stream of events ends.
+                Order::CopyDisk(_) => events.close(),
+                _ => {}
+            }
+        }
+        Ok(Answer::Accepted)
+    });
+    let copy = |disk: &str| fixture.run(&["copy-disk", "web", disk, "/b/root.img"]).1.unwrap_err();
+    // Whose copy runs is not known.
+    assert!(copy("busy").to_string().contains("a disk is being copied"));
+    assert!(matches!(orders.try_recv(), Ok(Order::CopyDisk(_))) && orders.try_recv().is_err());
+    copy("root");
+    assert!(matches!(orders.try_recv(), Ok(Order::CopyDisk(_))));
+    match orders.try_recv() {
+        Ok(Order::CopyDiskCancel(cancel)) => assert_eq!(cancel.file, Path::new("/b/root.img")),
+        other => panic!("{other:?}"),
+    }
 }
 
 #[test]

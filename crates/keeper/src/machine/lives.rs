@@ -64,6 +64,7 @@ impl Machine {
         // The guest can see no error any more, and its disks must be drained.
         self.disks.backfill.set_miss_policy(MissPolicy::Refuse);
         self.cancel_save("the guest ended");
+        self.copies.make_way("the guest ended");
         self.give_up_hop("QEMU, which was to be replaced, has ended");
         self.saves.forget_frozen(&mut self.context);
         self.fast_remount.boot_cut_off();

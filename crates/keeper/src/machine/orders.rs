@@ -74,6 +74,7 @@ impl Machine {
             Order::CopyDisk(request) => {
                 return self.accept("copy a disk", |machine| machine.begin_disk_copy(request, answer)).err().map(Err);
             }
+            Order::CopyDiskTake(request) => self.take_disk_copy(request).map(|()| Answer::Accepted),
             Order::CopyDiskCancel(request) => {
                 self.accept("cancel the copy of a disk", |machine| machine.cancel_disk_copy(&request.file))
             }

@@ -16,14 +16,12 @@ const QCOW2_MAGIC: &[u8; 4] = b"QFI\xfb";
 const BACKING_NAME_BYTES_MAX: u32 = 1023;
 
 /// Clones an image that nobody writes to at the moment to `target`, a new file. Returns false if they cannot share
-/// blocks.
-pub fn share_image(disk: &str, source: &Path, target: &File) -> Result<bool, SnapshotError> {
-    let failed = |error| refused(disk, source, format!("cannot be cloned: {error}"));
-    let from = File::open(source).map_err(failed)?;
-    match ioctl_ficlone(target, &from) {
+/// blocks. Its path is for the error alone: another file may have it by now.
+pub fn share_image(disk: &str, path: &Path, source: &File, target: &File) -> Result<bool, SnapshotError> {
+    match ioctl_ficlone(target, source) {
         Ok(()) => Ok(true),
         Err(Errno::OPNOTSUPP | Errno::XDEV | Errno::INVAL | Errno::NOTTY) => Ok(false),
-        Err(errno) => Err(failed(errno.into())),
+        Err(errno) => Err(refused(disk, path, format!("cannot be cloned: {}", io::Error::from(errno)))),
     }
 }
 
@@ -47,7 +45,7 @@ pub fn can_share(disk: &str, source: &Path, format: &str, folder: &Path) -> Resu
     }
     let path = folder.join(".hearth-share");
     let target = create_file(&path).map_err(SnapshotError::io(&path, "made"))?;
-    let shares = share_image(disk, source, &target);
+    let shares = share_image(disk, source, &image, &target);
     // The file was made here.
     let _ = fs::remove_file(&path);
     shares
@@ -63,7 +61,7 @@ pub fn backing_image(path: &Path, format: &str) -> Result<Option<String>, Snapsh
 }
 
 /// Name of a qcow2 image's backing image. A raw image has none, whatever its guest has written into it.
-pub(super) fn backing(image: &File, format: &str) -> io::Result<Option<String>> {
+pub fn backing(image: &File, format: &str) -> io::Result<Option<String>> {
     if format != "qcow2" {
         return Ok(None);
     }

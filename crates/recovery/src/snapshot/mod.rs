@@ -48,7 +48,7 @@ use hearth_disk::arrival::{Arrival, Arrivals};
 use hearth_disk::image::ImageError;
 use hearth_store::StoreError;
 
-pub use disk::{backing_image, can_share, share_image};
+pub use disk::{backing, backing_image, can_share, share_image};
 pub use manifest::{DiskPart, Manifest, Modified, Part, RamPart, SNAPSHOT_VERSION, StoredDisk};
 use pages::{PageReader, PagesExpected, Sealed};
 pub use place::Far;

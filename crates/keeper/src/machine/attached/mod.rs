@@ -415,6 +415,7 @@ impl Attached {
         self.resets = Resets::default();
         self.crash_recovery.last_end = Some(cause);
         self.disks.expect_nobody();
+        self.copies.make_way("the guest ended");
         self.context.record(EventKind::QemuExited { generation: self.context.journal.generation, how });
         self.context.record(EventKind::IncarnationEnded { cause });
         (self.context.journal.qemu, self.context.journal.memory) = (None, None);

@@ -43,10 +43,7 @@ impl Attached {
     fn begin_disk_copy(&mut self, request: CopyDiskRequest, answer: &Reply) -> Result<(), ApiError> {
         self.must_run("copy a disk")?;
         self.disks.must_have_space(&self.context, "copy a disk")?;
-        let consistency = match request.frozen {
-            true => Consistency::FrozenByCaller,
-            false => Consistency::Crash { why: "nobody has frozen its file systems" },
-        };
+        let consistency = Consistency::Crash { why: "nobody has frozen its file systems" };
         self.copies.begin(&self.context, &self.disks, request, |_| consistency, answer)
     }
 
@@ -70,6 +67,7 @@ impl Attached {
                 Ok(())
             }
             Order::CopyDisk(_) => unreachable!("`obey` takes it"),
+            Order::CopyDiskTake(request) => self.copies.take(request),
             Order::CopyDiskCancel(request) => self.copies.cancel(&request.file),
             Order::Reboot(_) => Err(self.not_ours("reboot", Some("reboot"))),
             Order::Crash(_) => Err(self.not_ours("crash", Some("inject-nmi"))),

@@ -4,6 +4,7 @@
 //! thread   file -> share blocks, once, to see whether that works -> agent freezes | disk is held -> moment | the rest -> synced, named
 //! loop                                                     (journal)             |             thaw         |
 //! ```
+//! The agent of a libvirt domain's guest is asked by whoever wants the copy, when the file is there.
 //!
 //! A held disk finishes what it has begun and takes no more requests. The moment is a clone of the image (reflink); where blocks cannot
 //! be shared the image is frozen, and its disk copies a block before it changes it (`hearth_disk::image::FrozenImage`). So the guest
@@ -12,9 +13,12 @@
 //! The guest decides nothing here: its agent and its requests have a time limit each. An agent that does not answer costs the copy its
 //! consistency, and the copy says so.
 //!
+//! The storage of the copy may hang. What is done there is done by threads of their own, and only they wait for it (`apart`).
+//!
 //! The file has another name until it is complete. A copy goes on over a reboot of the guest. It ends with the keeper, and when the
 //! image is closed.
 
+mod apart;
 mod target;
 mod task;
 
@@ -24,7 +28,7 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use hearth_api::{ApiError, CopyDiskRequest, ErrorWord, EventKind};
+use hearth_api::{ApiError, CopyDiskRequest, CopyDiskTake, ErrorWord, EventKind};
 
 use super::disks::Disks;
 use super::{Context, Machine};
@@ -51,6 +55,8 @@ struct Copying {
     stop: Arc<Stop>,
     /// Tells the thread that the journal says that file systems may be frozen.
     noted: Sender<()>,
+    /// Tells the thread that its caller has had the file systems frozen, or why not.
+    by_caller: Sender<Option<String>>,
     moment_is_taken: bool,
     thread: JoinHandle<()>,
 }
@@ -84,10 +90,15 @@ impl DiskCopies {
         }
         self.must_be_none("copy a disk")?;
         let config = &context.config.devices.disks;
+        if let Some(taken) = config.iter().find(|disk| is_same_path(&disk.path, &request.file)) {
+            let message = format!("{} is the path of the image of disk {}", request.file.display(), taken.name);
+            return Err(ApiError::new(ErrorWord::BadRequest, message).hint("choose another file for the copy"));
+        }
         let server = disks.configured(context, &request.disk)?.observer();
         let Some(disk) = config.iter().find(|disk| disk.name == request.disk) else { return Ok(()) };
         self.begun += 1;
         let (noted, heard) = channel();
+        let (by_caller, told) = channel();
         let tell = Tell { tell: context.outside.tell.clone(), number: self.begun };
         let stop = Arc::new(Stop::default());
         let task = Task {
@@ -97,15 +108,22 @@ impl DiskCopies {
             file: request.file.clone(),
             server,
             pressure: disks.servers.iter().map(hearth_disk::server::DiskServer::pressure).collect(),
-            consistency: consistency(heard),
+            consistency: if request.caller_freezes { Consistency::ByCaller { told } } else { consistency(heard) },
             stop: stop.clone(),
             tell,
         };
         let answer = answer.clone();
         let thread = std::thread::Builder::new().name(format!("copy-{}", disk.name)).spawn(move || task.run(&answer));
         let thread = thread.map_err(|error| failed(format!("cannot start a thread: {error}")))?;
-        self.current =
-            Some(Copying { number: self.begun, file: request.file, stop, noted, moment_is_taken: false, thread });
+        self.current = Some(Copying {
+            number: self.begun,
+            file: request.file,
+            stop,
+            noted,
+            by_caller,
+            moment_is_taken: false,
+            thread,
+        });
         Ok(())
     }
 
@@ -135,12 +153,22 @@ impl DiskCopies {
     }
 
     pub fn cancel(&self, file: &Path) -> Result<(), ApiError> {
-        let Some(current) = self.current.as_ref().filter(|current| current.file == file) else {
-            let message = format!("no copy of a disk to {} is being made", file.display());
-            return Err(ApiError::new(ErrorWord::WrongState, message));
-        };
-        current.stop.cancel("cancelled by the operator");
+        self.to(file)?.stop.cancel("cancelled by the operator");
         Ok(())
+    }
+
+    /// Goes on with a copy whose caller freezes the file systems.
+    pub fn take(&self, request: CopyDiskTake) -> Result<(), ApiError> {
+        // A thread that does not wait for it has ended, or asks an agent itself.
+        let _ = self.to(&request.file)?.by_caller.send(request.not_frozen);
+        Ok(())
+    }
+
+    fn to(&self, file: &Path) -> Result<&Copying, ApiError> {
+        self.current.as_ref().filter(|current| current.file == file).ok_or_else(|| {
+            let message = format!("no copy of a disk to {} is being made", file.display());
+            ApiError::new(ErrorWord::WrongState, message)
+        })
     }
 
     fn current(&mut self, number: u64) -> Option<&mut Copying> {
@@ -183,6 +211,12 @@ impl Drop for DiskCopies {
     }
 }
 
+/// Whether both name the same entry of the same folder, which need not exist.
+fn is_same_path(one: &Path, other: &Path) -> bool {
+    let folder = |path: &Path| path.parent().and_then(|folder| folder.canonicalize().ok());
+    one == other || one.file_name() == other.file_name() && folder(one).is_some_and(|one| folder(other) == Some(one))
+}
+
 fn failed(message: String) -> ApiError {
     ApiError::new(ErrorWord::Failed, message)
 }
@@ -204,9 +238,7 @@ impl Machine {
             true => Ok(life.generation.agent(&self.context.folders)),
             false => Err("it has no guest agent"),
         };
-        let frozen = request.frozen;
         let consistency = |noted| match agent {
-            _ if frozen => Consistency::FrozenByCaller,
             Ok(channel) => Consistency::Freeze { channel, noted },
             Err(why) => Consistency::Crash { why },
         };
@@ -215,6 +247,10 @@ impl Machine {
 
     pub(super) fn cancel_disk_copy(&mut self, file: &Path) -> Result<(), ApiError> {
         self.copies.cancel(file)
+    }
+
+    pub(super) fn take_disk_copy(&mut self, request: CopyDiskTake) -> Result<(), ApiError> {
+        self.copies.take(request)
     }
 
     pub(super) fn handle_disk_copy(&mut self, number: u64, message: DiskCopyMessage) {

@@ -4,16 +4,23 @@ use std::fs::{self, File, OpenOptions};
 use std::io;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use rustix::fs::{CWD, RenameFlags, renameat_with};
 use rustix::io::Errno;
 
+use super::apart::apart;
+
 /// What the name of an incomplete copy ends with.
 pub const PARTIAL: &str = ".partial";
 
+/// How long the removal of an incomplete copy is waited for. It goes on after that.
+const REMOVE_PATIENCE: Duration = Duration::from_secs(2);
+
 /// The file of a copy that is not complete.
 pub struct Target {
-    pub open: File,
+    /// Until it is dropped.
+    open: Option<File>,
     path: PathBuf,
     partial: PathBuf,
     is_complete: bool,
@@ -35,7 +42,11 @@ impl Target {
             }
             _ => format!("cannot make {}: {error}", partial.display()),
         })?;
-        Ok(Self { open, path: path.to_owned(), partial, is_complete: false })
+        Ok(Self { open: Some(open), path: path.to_owned(), partial, is_complete: false })
+    }
+
+    pub fn open(&self) -> &File {
+        self.open.as_ref().expect("it is open until it is dropped")
     }
 
     /// The folder that it is in.
@@ -56,11 +67,16 @@ impl Target {
 }
 
 impl Drop for Target {
+    /// Also a close may hang.
     fn drop(&mut self) {
-        if !self.is_complete
-            && let Err(error) = fs::remove_file(&self.partial)
-        {
-            tracing::warn!(%error, file = %self.partial.display(), "cannot remove");
+        let (open, partial, is_complete) = (self.open.take(), self.partial.clone(), self.is_complete);
+        let close = move || {
+            drop(open);
+            if is_complete { Ok(()) } else { fs::remove_file(partial) }
+        };
+        let closed = apart(REMOVE_PATIENCE, &|| Ok(()), close);
+        if let Err(error) = closed.and_then(|removed| removed.map_err(|error| error.to_string())) {
+            tracing::warn!(error, file = %self.partial.display(), "cannot remove");
         }
     }
 }
@@ -78,10 +94,10 @@ mod tests {
         let names = || fs::read_dir(folder.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect::<Vec<_>>();
         drop(Target::create(&path).unwrap());
         assert!(names().is_empty());
-        let mut target = Target::create(&path).unwrap();
+        let target = Target::create(&path).unwrap();
         assert_eq!(names(), ["copy.partial"]);
         assert!(Target::create(&path).err().unwrap().contains("copy.partial exists"));
-        target.open.write_all(b"all of it").unwrap();
+        target.open().write_all(b"all of it").unwrap();
         target.complete().unwrap();
         assert_eq!((names(), fs::read(&path).unwrap()), (vec!["copy".into()], b"all of it".to_vec()));
         assert!(Target::create(&path).err().unwrap().contains("exists already"));

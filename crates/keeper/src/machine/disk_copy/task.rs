@@ -4,7 +4,7 @@ use std::fs::File;
 use std::io::{self, Seek, SeekFrom};
 use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
-use std::sync::mpsc::Receiver;
+use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
@@ -14,10 +14,11 @@ use hearth_disk::pressure::Pressure;
 use hearth_disk::server::Observer;
 use hearth_qemu::Endpoint;
 use hearth_qemu::agent::{Agent, Patience};
-use hearth_recovery::snapshot::{backing_image, share_image};
+use hearth_recovery::snapshot::{backing, share_image};
 use rustix::fs::fstatvfs;
 
 use super::super::work::{TELL_EVERY, Work, give_way};
+use super::apart::apart;
 use super::target::Target;
 use super::{Tell, failed, failure};
 use crate::control::{Answer, Reply};
@@ -25,8 +26,16 @@ use crate::event::DiskCopyMessage;
 
 /// How long a guest's agent may take to answer, and to freeze. Its guest's writes wait meanwhile.
 const AGENT_PATIENCE: Duration = Duration::from_secs(10);
-/// How long the disk's requests in flight may take to end. Its guest waits for it.
+/// How long the caller may take to have the file systems frozen, or to say that they are not.
+const CALLER_PATIENCE: Duration = Duration::from_secs(60);
+/// How long the disk's requests in flight may take to end, and how long a clone may take. Its guest waits for it.
 const HOLD_PATIENCE: Duration = Duration::from_secs(10);
+/// How long the storage of the copy may take to make the file, and to share the image's blocks with it once. Less than the API's
+/// clients wait.
+const PREPARE_PATIENCE: Duration = Duration::from_secs(30);
+/// How long it may take to write what it holds, and to give the file its name. The guest does not wait for it.
+const COMPLETE_PATIENCE: Duration = Duration::from_secs(600);
+const LOOK_EVERY: Duration = Duration::from_millis(20);
 const MIB: f64 = 1048576.0;
 
 /// Whether a copy is called off, and why.
@@ -47,15 +56,11 @@ impl Stop {
 /// The state of the guest's file systems in the copy.
 pub enum Consistency {
     /// The guest's agent is to freeze them. `noted`: the journal says that they may be frozen.
-    Freeze {
-        channel: Endpoint,
-        noted: Receiver<()>,
-    },
-    FrozenByCaller,
+    Freeze { channel: Endpoint, noted: Receiver<()> },
+    /// The caller is to have them frozen, and tells when they are, or why they are not.
+    ByCaller { told: Receiver<Option<String>> },
     /// As after a power cut, for this reason.
-    Crash {
-        why: &'static str,
-    },
+    Crash { why: &'static str },
 }
 
 pub struct Task {
@@ -81,6 +86,8 @@ enum Moment {
 /// A copy that can begin.
 struct Prepared {
     target: Target,
+    /// The disk's own, whatever its path leads to.
+    image: File,
     /// Whether the file system shares blocks.
     shares: bool,
     backing: Option<String>,
@@ -117,41 +124,50 @@ impl Task {
     /// The error is for the operator. The guest feels nothing yet.
     fn prepare(&self) -> Result<Prepared, String> {
         let chain = |error: &dyn std::error::Error| crate::chain(error);
-        let backing = backing_image(&self.image, self.format).map_err(|error| chain(&error))?;
-        let target = Target::create(&self.file)?;
-        if let Some(name) = backing.as_ref().filter(|name| !name.starts_with('/'))
-            && self.image.parent() != Some(target.folder())
-        {
-            return Err(format!(
-                "its image names its backing image {name:?} without its folder, and the copy would not find it; copy to the \
-                 image's own folder, or name it with qemu-img rebase -u -b /ABSOLUTE/PATH -F FORMAT"
-            ));
-        }
         let looked = |error: io::Error| format!("cannot look at {}: {error}", self.image.display());
-        let mut open = File::open(&self.image).map_err(looked)?;
-        let image = open.metadata().map_err(looked)?;
-        // The first clone also writes what the host caches of the image, so that the second one takes little time.
-        let shares =
-            image.is_file() && share_image(&self.disk, &self.image, &target.open).map_err(|error| chain(&error))?;
-        if !shares {
-            let needed = match image.is_file() {
-                true => image.blocks() * 512,
-                // A device does not tell what of it is in use.
-                false => open.seek(SeekFrom::End(0)).map_err(looked)?,
-            };
-            let free = fstatvfs(&target.open).map_err(io::Error::from).map_err(|error| chain(&error))?;
-            must_fit(needed, free.f_bavail * free.f_frsize, &target)?;
-        }
-        Ok(Prepared { target, shares, backing })
+        let mut image = self.server.open_image().map_err(|error| chain(&error))?;
+        let backing = backing(&image, self.format).map_err(looked)?;
+        let is_file = image.metadata().map_err(looked)?.is_file();
+        let bytes = image.seek(SeekFrom::End(0)).map_err(looked)?;
+        let needed = match is_file {
+            true => image.metadata().map_err(looked)?.blocks() * 512,
+            // A device does not tell what of it is in use.
+            false => bytes,
+        };
+        let (file, path, disk) = (self.file.clone(), self.image.clone(), self.disk.clone());
+        let (from, names) = (image.try_clone().map_err(looked)?, backing.clone());
+        let make = move || {
+            let target = Target::create(&file)?;
+            if let Some(name) = names.filter(|name| !name.starts_with('/'))
+                && path.parent() != Some(target.folder())
+            {
+                return Err(format!(
+                    "its image names its backing image {name:?} without its folder, and the copy would not find it; copy to \
+                     the image's own folder, or name it with qemu-img rebase -u -b /ABSOLUTE/PATH -F FORMAT"
+                ));
+            }
+            // The first clone also writes what the host caches of the image, so that the second one takes little time.
+            let shared = if is_file { share_image(&disk, &path, &from, target.open()) } else { Ok(false) };
+            let shares = shared.map_err(|error| crate::chain(&error))?;
+            if !shares {
+                let made = |error| format!("cannot make {}: {error}", file.display());
+                target.open().set_len(bytes).map_err(made)?;
+                let free = fstatvfs(target.open()).map_err(io::Error::from).map_err(made)?;
+                must_fit(needed, free.f_bavail * free.f_frsize, &target)?;
+            }
+            Ok((target, shares))
+        };
+        let (target, shares) = apart(PREPARE_PATIENCE, &|| self.stop.must_go_on(), make)??;
+        Ok(Prepared { target, image, shares, backing })
     }
 
     /// Returns the length of the file.
-    fn copy(&self, Prepared { target, shares, .. }: Prepared) -> Result<u64, String> {
+    fn copy(&self, Prepared { target, image, shares, .. }: Prepared) -> Result<u64, String> {
         self.stop.must_go_on()?;
         let frozen = self.freeze();
         self.stop.must_go_on()?;
         let began = Instant::now();
-        let moment = self.take_moment(&target, shares)?;
+        let (target, moment) = self.take_moment(target, image, shares)?;
         let (file_systems, not_frozen) = frozen.map_or_else(|why| (None, Some(why)), |count| (count, None));
         self.tell.say(DiskCopyMessage::Taken(EventKind::DiskCopyTaken {
             disk: self.disk.clone(),
@@ -161,14 +177,17 @@ impl Task {
             file_systems,
             not_frozen,
         }));
-        match moment {
-            Moment::Shared => target.open.sync_all().map_err(|error| self.not_written(&error))?,
-            Moment::Frozen(image) => self.copy_frozen(&image)?,
+        if let Moment::Frozen(image) = moment {
+            self.copy_frozen(&image)?;
         }
-        self.stop.must_go_on()?;
-        let bytes = target.open.metadata().map_err(|error| self.not_written(&error))?.len();
-        target.complete().map_err(|error| self.not_written(&error))?;
-        Ok(bytes)
+        let complete = move || -> io::Result<u64> {
+            target.open().sync_all()?;
+            let bytes = target.open().metadata()?.len();
+            target.complete()?;
+            Ok(bytes)
+        };
+        let completed = apart(COMPLETE_PATIENCE, &|| self.stop.must_go_on(), complete)?;
+        completed.map_err(|error| self.not_written(&error))
     }
 
     fn not_written(&self, error: &io::Error) -> String {
@@ -179,7 +198,7 @@ impl Task {
     fn freeze(&self) -> Result<Option<u64>, String> {
         let (channel, noted) = match &self.consistency {
             Consistency::Freeze { channel, noted } => (channel, noted),
-            Consistency::FrozenByCaller => return Ok(None),
+            Consistency::ByCaller { told } => return self.wait_for_caller(told),
             Consistency::Crash { why } => return Err((*why).to_owned()),
         };
         let stop = || self.stop.must_go_on().is_err();
@@ -192,16 +211,35 @@ impl Task {
         Ok(Some(file_systems))
     }
 
-    fn take_moment(&self, target: &Target, shares: bool) -> Result<Moment, String> {
+    /// As `freeze`, by the caller.
+    fn wait_for_caller(&self, told: &Receiver<Option<String>>) -> Result<Option<u64>, String> {
+        let began = Instant::now();
+        while self.stop.must_go_on().is_ok() {
+            match told.recv_timeout(LOOK_EVERY) {
+                Ok(not_frozen) => return not_frozen.map_or(Ok(None), Err),
+                Err(RecvTimeoutError::Timeout) if began.elapsed() < CALLER_PATIENCE => {}
+                // It may have frozen them and be gone: whatever it does now is not for this copy.
+                Err(_) => self.stop.cancel("its caller has not said whether the guest's file systems are frozen"),
+            }
+        }
+        Err("the copy was called off".to_owned())
+    }
+
+    fn take_moment(&self, target: Target, image: File, shares: bool) -> Result<(Target, Moment), String> {
         let failed = |error: &dyn std::error::Error| crate::chain(error);
         let held = self.server.hold(HOLD_PATIENCE).map_err(|error| failed(&error))?;
         if !shares {
-            let target = target.open.try_clone().map_err(|error| self.not_written(&error))?;
-            return held.freeze(target).map(Moment::Frozen).map_err(|error| failed(&error));
+            let open = target.open().try_clone().map_err(|error| self.not_written(&error))?;
+            let frozen = held.freeze(open).map_err(|error| failed(&error))?;
+            return Ok((target, Moment::Frozen(frozen)));
         }
         held.commit().map_err(|error| format!("cannot write the tables of {}: {error}", self.image.display()))?;
-        match share_image(&self.disk, &self.image, &target.open).map_err(|error| failed(&error))? {
-            true => Ok(Moment::Shared),
+        let (disk, path) = (self.disk.clone(), self.image.clone());
+        let clone = move || (share_image(&disk, &path, &image, target.open()), target);
+        // A clone that ends later is not of this moment, and nobody gets it.
+        let (shared, target) = apart(HOLD_PATIENCE, &|| self.stop.must_go_on(), clone)?;
+        match shared.map_err(|error| failed(&error))? {
+            true => Ok((target, Moment::Shared)),
             false => Err("its file system does not share blocks any more".to_owned()),
         }
     }

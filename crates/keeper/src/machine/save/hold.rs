@@ -136,11 +136,14 @@ impl Hold {
 /// At once, or on its way while the guest goes on.
 fn copy_image(target: Target, disks: &[Observer]) -> Result<ImageCopy, String> {
     let Target { disk, image, file, shares, .. } = target;
-    if shares && share_image(&disk, &image, &file).map_err(|error| crate::chain(&error))? {
-        return Ok(ImageCopy { path: image, way: CopyWay::Shared(file) });
-    }
     let server = disks.iter().find(|server| server.name() == disk);
     let server = server.ok_or_else(|| format!("disk {disk} has no server"))?;
+    if shares {
+        let open = server.open_image().map_err(|error| crate::chain(&error))?;
+        if share_image(&disk, &image, &open, &file).map_err(|error| crate::chain(&error))? {
+            return Ok(ImageCopy { path: image, way: CopyWay::Shared(file) });
+        }
+    }
     let frozen = server.freeze(file).map_err(|error| crate::chain(&error))?;
     Ok(ImageCopy { path: image, way: CopyWay::Frozen(frozen) })
 }
