@@ -585,6 +585,20 @@ fn disk_of_a_domain_is_copied_and_exported() -> Result<()> {
     assert_records(&path("frozen"));
     vm.sh(MORE_RECORDS)?;
 
+    // A file that cannot be made: nobody has frozen the guest for it.
+    let refused = format!(
+        "mkdir {w}; printf '#!/bin/sh\necho \"$@\" >>{w}/log\nexec /usr/bin/virsh \"$@\"\n' >{w}/virsh; chmod 755 {w}/virsh
+         touch {w}/log; export PATH={w}:$PATH
+         if '{hearth}' copy-disk backup vda {taken}; then exit 1; fi
+         if grep fsfreeze {w}/log; then exit 1; fi
+         '{hearth}' copy-disk backup vda {w}/copy
+         grep domfsfreeze {w}/log; grep domfsthaw {w}/log",
+        w = path("wrapped").display(),
+        hearth = artifacts::hearth()?.display(),
+        taken = path("frozen").display(),
+    );
+    vm.must(&["sh", "-ec", &refused], "")?;
+
     // Served, read, and ended by a signal.
     let export = format!(
         "'{}' export backup vda >{out} 2>{out}.err & pid=$!

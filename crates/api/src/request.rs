@@ -161,6 +161,14 @@ pub struct CopyDiskRequest {
     /// when the moment is taken or the copy has failed. If not, the keeper does so where the guest has an agent (`guest_agent = true`).
     #[serde(default)]
     pub caller_freezes: bool,
+    /// Begin a checkpoint of this name at the moment that the copy shows. It ends with the keeper, and when the image is closed or
+    /// resized.
+    #[serde(default)]
+    pub checkpoint: Option<String>,
+    /// Also make `FILE.since`, a qcow2 image over the copy. It has a bitmap of this name: the blocks of 64 KiB that were written between
+    /// the checkpoint of this name and the moment that the copy shows.
+    #[serde(default)]
+    pub since: Option<String>,
 }
 
 /// Take the moment of a copy whose caller freezes the file systems (`caller_freezes`).

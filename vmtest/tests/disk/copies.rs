@@ -445,6 +445,107 @@ fn export_serves_one_moment_and_leaves_nothing() -> Result<()> {
     await_writer(&vm, 3)
 }
 
+#[test]
+fn changes_of_a_raw_disk_make_the_newer_backup() -> Result<()> {
+    changes_since("since-raw", "raw")
+}
+
+#[test]
+fn changes_of_a_qcow2_disk_make_the_newer_backup() -> Result<()> {
+    changes_since("since-qcow2", "qcow2")
+}
+
+/// Blocks of a checkpoint.
+const BLOCK: u64 = 64 << 10;
+
+fn changes_since(name: &str, format: &str) -> Result<()> {
+    let home = tempfile::tempdir().expect("a folder");
+    let (base, image) = (home.path().join("base.img"), home.path().join("numbers.img"));
+    fill(&base, DISK_MIB * MIB, 6);
+    tool("qemu-img", &["convert", "-f", "raw", "-O", format, text(&base), text(&image)]);
+    fs::remove_file(&base).expect("our own file");
+    let disk = Disk::in_place(&image).setting("name", "numbers").setting("format", format);
+    let vm = TestVm::busybox(name).disk(disk).boot()?;
+    let refused = |since: &str, why: &str| -> Result<()> {
+        let output = vm.cli_output(&["export", name, "numbers", "--since", since])?;
+        assert!(output.status == 1 && output.text().contains(why), "{}", output.text());
+        Ok(())
+    };
+    let write = |block: u64, blocks: u64, offset: u64| {
+        let (seek, count) = ((block * BLOCK + offset) / 4096, blocks);
+        vm.sh(&format!("dd if=/dev/urandom of=/dev/vda bs=4096 seek={seek} count={count} oflag=direct 2>/dev/null"))
+    };
+    refused("monday", "the checkpoint monday (there are: none)")?;
+    write(1, 1, 0)?;
+    let mut backup = exported(&vm, name, &["--checkpoint", "monday"], None)?.0;
+    // One page, the ends of two blocks, a run, the last block; once more what was written before.
+    write(7, 1, 8192)?;
+    write(20, 2, BLOCK - 4096)?;
+    write(100, 40, 0)?;
+    write(DISK_MIB as u64 * 16 - 1, 16, 0)?;
+    write(1, 1, 0)?;
+    let (tuesday, changed) = exported(&vm, name, &["--since", "monday", "--checkpoint", "tuesday"], Some("monday"))?;
+    let last = DISK_MIB as u64 * 16 - 1;
+    assert_eq!(changed, [1, 7, 20, 21, 100, 101, 102, last]);
+    assert!(backup != tuesday);
+    apply(&mut backup, &tuesday, &changed);
+    assert!(backup == tuesday, "the changes make the newer state");
+    // What is written while an export is served is of the next one.
+    write(300, 1, 0)?;
+    vm.sh("blkdiscard -o $((400 * 65536)) -l 131072 /dev/vda")?;
+    let (wednesday, changed) = exported(&vm, name, &["--since", "tuesday"], Some("tuesday"))?;
+    assert_eq!(changed, [300, 400, 401]);
+    apply(&mut backup, &wednesday, &changed);
+    assert!(backup == wednesday);
+    let (now, changed) = exported(&vm, name, &["--since", "monday"], Some("monday"))?;
+    assert_eq!(changed, [1, 7, 20, 21, 100, 101, 102, 300, 400, 401, last]);
+    assert!(now == wednesday);
+    let taken = vm.cli_output(&["export", name, "numbers", "--checkpoint", "monday"])?;
+    assert!(taken.status == 1 && taken.text().contains("has a checkpoint monday already"), "{}", taken.text());
+    assert_eq!(names_in(home.path()), ["numbers.img"]);
+    // What nobody saw is not guessed.
+    vm.kill_keeper()?;
+    vm.restart_keeper()?;
+    vm.wait_running()?;
+    vm.await_console()?;
+    refused("tuesday", "make a full backup")?;
+    vm.has_no_disk_errors()
+}
+
+/// The disk as it is exported, and its blocks that were written since this checkpoint, as QEMU's programs see them.
+fn exported(vm: &TestVm, name: &str, options: &[&str], since: Option<&str>) -> Result<(Vec<u8>, Vec<u64>)> {
+    let mut export = hearth(vm, &[&["export", name, "numbers"], options].concat())?;
+    let uri = first_line(&mut export);
+    let copy = vm.folder().join("exported.img");
+    tool("qemu-img", &["convert", "-f", "raw", "-O", "raw", &uri, text(&copy)]);
+    let content = fs::read(&copy).expect("our own copy");
+    fs::remove_file(&copy).expect("our own copy");
+    let mut changed = Vec::new();
+    if let Some(since) = since {
+        let socket = uri.trim_start_matches("nbd+unix:///?socket=");
+        let source =
+            format!("driver=nbd,server.type=unix,server.path={socket},x-dirty-bitmap=qemu:dirty-bitmap:{since}");
+        let map = tool("qemu-img", &["map", "--output=json", "--image-opts", &source]);
+        let map: serde_json::Value = serde_json::from_str(&map).expect("qemu-img's own output");
+        let number = |extent: &serde_json::Value, key: &str| extent[key].as_u64().expect("a number");
+        // It shows what is dirty as no data.
+        for extent in map.as_array().expect("a list").iter().filter(|extent| extent["data"] == false) {
+            let (start, length) = (number(extent, "start"), number(extent, "length"));
+            changed.extend(start / BLOCK..(start + length) / BLOCK);
+        }
+    }
+    interrupt(&export);
+    assert!(export.wait().expect("our own child").success());
+    Ok((content, changed))
+}
+
+fn apply(backup: &mut [u8], newer: &[u8], changed: &[u64]) {
+    for block in changed {
+        let bytes = (block * BLOCK) as usize..((block + 1) * BLOCK) as usize;
+        backup[bytes.clone()].copy_from_slice(&newer[bytes]);
+    }
+}
+
 /// A command that goes on beside the test.
 fn hearth(vm: &TestVm, arguments: &[&str]) -> Result<Child> {
     let program = artifacts::hearth()?;

@@ -16,6 +16,7 @@ use imago::io_buffers::{IoVector, IoVectorMut};
 use imago::storage::PreallocateMode;
 use imago::storage::drivers::CommonStorageHelper;
 
+use super::checkpoints::Checkpoints;
 use super::frozen::Guard;
 use super::tables::Tables;
 use crate::arrival::Arrival;
@@ -25,19 +26,29 @@ use crate::engine::{Completion, Engine, Operation, Submission};
 /// Asked before the engine gets an operation.
 pub(super) enum Witness {
     /// Of changes, where the file is the disk byte for byte.
-    Guard(Guard),
+    Changes(Guard, Checkpoints),
+    /// Of changes of the disk. The file asks its guard itself.
+    DiskChanges(Checkpoints),
     /// Of reads, where the lowest file is: they come one after the other, and what they need at once.
     Arrival(Arc<Arrival>),
 }
 
 impl Witness {
     fn hear(&self, Submission { operation, offset, bytes, .. }: Submission) {
-        match (self, operation) {
-            (Self::Arrival(arrival), Operation::Read(_)) => arrival.announce(offset..offset.saturating_add(bytes)),
-            (Self::Arrival(_), _) | (Self::Guard(_), Operation::Read(_) | Operation::Flush) => {}
-            (Self::Guard(guard), Operation::Write(_) | Operation::Discard | Operation::WriteZeroes { .. }) => {
+        let is_change = match operation {
+            Operation::Read(_) | Operation::Flush => false,
+            Operation::Write(_) | Operation::Discard | Operation::WriteZeroes { .. } => true,
+        };
+        match self {
+            Self::Arrival(arrival) if matches!(operation, Operation::Read(_)) => {
+                arrival.announce(offset..offset.saturating_add(bytes));
+            }
+            Self::Changes(guard, checkpoints) if is_change => {
+                checkpoints.note(offset, bytes);
                 guard.before_change(offset, bytes);
             }
+            Self::DiskChanges(checkpoints) if is_change => checkpoints.note(offset, bytes),
+            _ => {}
         }
     }
 }

@@ -18,6 +18,7 @@ use crate::block::BLOCK_BYTES;
 use crate::buffer::BufferPool;
 use crate::engine::Engine;
 
+mod checkpoints;
 mod frozen;
 mod guarded;
 mod header;
@@ -34,12 +35,13 @@ pub(crate) mod tape;
 #[cfg(test)]
 mod tests;
 
+pub use checkpoints::{CHECKPOINTS_MAX, Checkpoints};
 pub use frozen::FrozenImage;
 pub(crate) use guarded::GuardedFile;
 pub use lock::LockOwner;
 pub(crate) use lock::{inheritable_lock, lock_image};
 pub use note::{ImageFile, ImageNote};
-pub use overlay::{OverlayError, create_overlay, create_overlay_over_arriving};
+pub use overlay::{OverlayError, create_overlay, create_overlay_over_arriving, create_overlay_with_bitmap};
 use qcow2::Qcow2Image;
 pub use qcow2::backing_images;
 use raw::RawImage;
@@ -166,6 +168,14 @@ impl Image {
         }
     }
 
+    /// Checkpoints of the disk: an engine of this image notes in them what it is about to write.
+    pub fn checkpoints(&self) -> &Checkpoints {
+        match &self.contents {
+            Contents::Raw(raw) => raw.checkpoints(),
+            Contents::Qcow2(qcow2) => qcow2.checkpoints(),
+        }
+    }
+
     /// Brings the image's file up to date, from any thread.
     pub(crate) fn committer(&self) -> Committer {
         match &self.contents {
@@ -285,7 +295,14 @@ impl Image {
     /// Reads the image's size again, after it was resized from outside.
     pub(crate) fn refresh_bytes(&mut self) -> io::Result<u64> {
         match &mut self.contents {
-            Contents::Raw(raw) => raw.refresh_bytes(),
+            Contents::Raw(raw) => {
+                let before = raw.bytes();
+                let bytes = raw.refresh_bytes()?;
+                if bytes != before {
+                    raw.checkpoints().forget_all();
+                }
+                Ok(bytes)
+            }
             // Its size is in its header, which nobody else may write while we hold it.
             Contents::Qcow2(qcow2) => Ok(qcow2.bytes()),
         }

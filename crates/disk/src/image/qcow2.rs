@@ -17,6 +17,7 @@ use imago::qcow2::Qcow2;
 use imago::raw::Raw;
 use imago::{DenyImplicitOpenGate, FormatAccess, FormatDriverBuilder, StorageOpenOptions};
 
+use super::checkpoints::Checkpoints;
 use super::frozen::{FrozenImage, Guard};
 use super::guarded::{GuardedEngine, GuardedFile, Witness};
 use super::header::{Geometry, Header};
@@ -53,6 +54,7 @@ pub(super) struct Qcow2Image {
     lease: Arc<()>,
     /// Before changes of the top image; the others are not changed.
     guard: Guard,
+    checkpoints: Checkpoints,
     #[cfg(test)]
     pub tape: Option<super::tape::Tape>,
 }
@@ -94,6 +96,7 @@ impl Qcow2Image {
             committer: Committer::default(),
             lease: Arc::new(()),
             guard: Guard::default(),
+            checkpoints: Checkpoints::default(),
             #[cfg(test)]
             tape: None,
         };
@@ -147,12 +150,20 @@ impl Qcow2Image {
         };
         let engine = Qcow2Engine::start(chain, &self.path, tables, pool, self.lease.clone())
             .map_err(|source| ImageError::Engine { path: self.path.clone(), source })?;
+        let engine: Box<dyn Engine> = match self.read_only {
+            true => engine,
+            false => Box::new(GuardedEngine::new(engine, Witness::DiskChanges(self.checkpoints.clone()))),
+        };
         // Only there an offset of the disk is one of the file.
         let base = self.layers.last().filter(|base| base.format != Format::Qcow2);
         Ok(match base.and_then(|base| base.arrival.clone()) {
             Some(arrival) => Box::new(GuardedEngine::new(engine, Witness::Arrival(arrival))),
             None => engine,
         })
+    }
+
+    pub(super) fn checkpoints(&self) -> &Checkpoints {
+        &self.checkpoints
     }
 
     pub(super) fn file(&self) -> io::Result<File> {

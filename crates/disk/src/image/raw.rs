@@ -9,6 +9,7 @@ use std::sync::{Arc, OnceLock};
 
 use rustix::fs::{FallocateFlags, Mode, OFlags, fallocate, open};
 
+use super::checkpoints::Checkpoints;
 use super::frozen::{FrozenImage, Guard};
 use super::guarded::{GuardedEngine, Witness};
 use super::open::{Opened, file_bytes, open_file, stop_read_ahead};
@@ -34,6 +35,7 @@ pub(super) struct RawImage {
     /// Which engine was made, and why: known after the first.
     engine: OnceLock<String>,
     guard: Guard,
+    checkpoints: Checkpoints,
     /// While its bytes are on their way.
     arrival: Option<Arc<Arrival>>,
 }
@@ -70,6 +72,7 @@ impl RawImage {
             cache,
             engine: OnceLock::new(),
             guard: Guard::default(),
+            checkpoints: Checkpoints::default(),
             arrival,
         })
     }
@@ -104,7 +107,11 @@ impl RawImage {
     }
 
     pub(super) fn guard(&self, engine: Box<dyn Engine>) -> Box<dyn Engine> {
-        Box::new(GuardedEngine::new(engine, Witness::Guard(self.guard.clone())))
+        Box::new(GuardedEngine::new(engine, Witness::Changes(self.guard.clone(), self.checkpoints.clone())))
+    }
+
+    pub(super) fn checkpoints(&self) -> &Checkpoints {
+        &self.checkpoints
     }
 
     pub(super) fn freeze(&self, target: File) -> io::Result<Arc<FrozenImage>> {

@@ -62,7 +62,7 @@ use crate::clock::Clock;
 use crate::engine::Engine;
 use crate::gate::Gate;
 use crate::heartbeat::Heartbeat;
-use crate::image::{Committer, FrozenImage, Image, ImageError};
+use crate::image::{Checkpoints, Committer, FrozenImage, Image, ImageError};
 use crate::limit::Limits;
 use crate::pressure::Pressure;
 use crate::write_log::WriteLog;
@@ -273,9 +273,10 @@ pub enum BackingError {
 pub struct DiskServer {
     name: String,
     description: String,
-    bytes: AtomicU64,
+    bytes: Arc<AtomicU64>,
     committer: Committer,
     image: Arc<File>,
+    checkpoints: Checkpoints,
     socket: PathBuf,
     counters: Arc<Counters>,
     pressure: Pressure,
@@ -291,8 +292,10 @@ pub struct Observer {
     name: String,
     counters: Arc<Counters>,
     committer: Committer,
+    bytes: Arc<AtomicU64>,
     /// Not kept open: its lock would be kept, too.
     image: Weak<File>,
+    checkpoints: Checkpoints,
     commands: Sender<Command>,
     wake: Arc<OwnedFd>,
 }
@@ -319,6 +322,16 @@ impl Observer {
         let image = self.image.upgrade().ok_or_else(|| ServerError::Gone { disk: disk() })?;
         let opened = File::open(format!("/proc/self/fd/{}", image.as_raw_fd()));
         opened.map_err(|source| ServerError::Reopen { disk: disk(), source })
+    }
+
+    /// As `DiskServer::bytes`.
+    pub fn bytes(&self) -> u64 {
+        self.bytes.load(Relaxed)
+    }
+
+    /// The disk's checkpoints. One is to begin, or to be read, while the disk is held.
+    pub fn checkpoints(&self) -> &Checkpoints {
+        &self.checkpoints
     }
 
     /// The image as it is now, on its way into this file, which is new. The guest stands still; it may go on at once.
@@ -417,8 +430,9 @@ impl DiskServer {
     /// As `start`, with an engine of the caller's choice.
     pub fn start_with(options: DiskOptions, backing: Backing, tracking: Option<Tracking>) -> Result<Self, ServerError> {
         let (name, socket) = (options.name.clone(), options.socket.clone());
-        let (description, bytes) = (backing.image.describe(), AtomicU64::new(backing.image.bytes()));
+        let (description, bytes) = (backing.image.describe(), Arc::new(AtomicU64::new(backing.image.bytes())));
         let committer = backing.image.committer();
+        let checkpoints = backing.image.checkpoints().clone();
         let image = backing.image.open_file().map(Arc::new);
         let image = image.map_err(|source| ServerError::Reopen { disk: name.clone(), source })?;
         let (started, start) = mpsc::channel();
@@ -443,6 +457,7 @@ impl DiskServer {
             bytes,
             committer,
             image,
+            checkpoints,
             socket,
             counters,
             pressure,
@@ -529,7 +544,9 @@ impl DiskServer {
             name: self.name.clone(),
             counters: self.counters.clone(),
             committer: self.committer.clone(),
+            bytes: self.bytes.clone(),
             image: Arc::downgrade(&self.image),
+            checkpoints: self.checkpoints.clone(),
             commands: self.commands.clone(),
             wake: self.wake.clone(),
         }

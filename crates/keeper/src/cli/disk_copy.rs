@@ -40,7 +40,8 @@ pub fn copy(context: &mut Context<'_>, arguments: CopyDiskArguments) -> Result<E
     let CopyDiskArguments { name, disk, file } = arguments;
     let file = absolute(file);
     let interrupts = Interrupts::listen(context.client(&name), file.clone()).map_err(CliError::Signals)?;
-    make(context, &name, &disk, file, &interrupts, show)?;
+    let request = CopyDiskRequest { disk, file, caller_freezes: false, checkpoint: None, since: None };
+    make(context, &name, request, &interrupts, show)?;
     Ok(Exit::Done)
 }
 
@@ -48,14 +49,14 @@ pub fn copy(context: &mut Context<'_>, arguments: CopyDiskArguments) -> Result<E
 pub fn make(
     context: &mut Context<'_>,
     name: &str,
-    disk: &str,
-    file: PathBuf,
+    request: CopyDiskRequest,
     interrupts: &Interrupts,
     tell: fn(&mut Context<'_>, &EventRecord) -> Result<(), CliError>,
 ) -> Result<(), CliError> {
     let caller_freezes = is_running_domain(context, name)?;
+    let request = CopyDiskRequest { caller_freezes, ..request };
+    let file = request.file.clone();
     let path = file.display().to_string();
-    let request = CopyDiskRequest { disk: disk.to_owned(), file: file.clone(), caller_freezes };
     // Dropped last: cancelled, then thawed.
     let mut frozen = None;
     let mut begun = Begun { client: context.client(name).with_patience(CANCEL_PATIENCE), file, is_over: false };

@@ -14,12 +14,13 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use clap::Args;
-use hearth_api::EventRecord;
+use hearth_api::{CopyDiskRequest, EventRecord};
 use serde::Serialize;
 use serde_json::Value;
 
 use super::disk_copy::{Interrupts, make};
 use super::{CliError, Context, Exit, events};
+use crate::machine::SINCE_SUFFIX;
 
 const PROGRAM: &str = "qemu-nbd";
 const SOCKET_PREFIX: &str = "export-";
@@ -37,6 +38,12 @@ pub struct ExportArguments {
     name: String,
     /// Name of the disk, as shown by `hearth status`.
     disk: String,
+    /// Begin a checkpoint of this name at the moment of the export.
+    #[arg(long, value_name = "NAME")]
+    checkpoint: Option<String>,
+    /// Tell clients what was written since this checkpoint: metadata context `qemu:dirty-bitmap:NAME`.
+    #[arg(long, value_name = "NAME")]
+    since: Option<String>,
 }
 
 /// What `export --json` prints when it serves.
@@ -47,16 +54,18 @@ struct Report<'a> {
 }
 
 pub fn export(context: &mut Context<'_>, arguments: ExportArguments) -> Result<Exit, CliError> {
-    let ExportArguments { name, disk } = arguments;
+    let ExportArguments { name, disk, checkpoint, since } = arguments;
     let failed =
         |what: String| CliError::Machine { name: name.clone(), what: format!("cannot export disk {disk}: {what}") };
     let config = context.ask(&name, |client| client.config())?;
     let (image, format) = image_of(&config, &disk).map_err(failed)?;
     let copy = Copy::beside(&image).map_err(failed)?;
     let interrupts = Interrupts::listen(context.client(&name), copy.0.clone()).map_err(CliError::Signals)?;
-    make(context, &name, &disk, copy.0.clone(), &interrupts, tell_progress)?;
+    let (disk_name, file) = (disk.clone(), copy.0.clone());
+    let request = CopyDiskRequest { disk: disk_name, file, caller_freezes: false, checkpoint, since: since.clone() };
+    make(context, &name, request, &interrupts, tell_progress)?;
     let socket = Socket::of_this_command(&context.root.machine(&name));
-    let mut server = start(&copy.0, &format, &socket).map_err(failed)?;
+    let mut server = start(&copy, &format, since.as_deref(), &socket).map_err(failed)?;
     wait_ready(&mut server, &socket.ready(), &interrupts).map_err(failed)?;
     drop(copy);
     let uri = format!("nbd+unix:///?socket={}", socket.0.display());
@@ -112,13 +121,24 @@ impl Copy {
     }
 }
 
+impl Copy {
+    /// The image over it that tells what was written since a checkpoint.
+    fn since(&self) -> PathBuf {
+        let mut path = self.0.clone().into_os_string();
+        path.push(SINCE_SUFFIX);
+        path.into()
+    }
+}
+
 impl Drop for Copy {
     fn drop(&mut self) {
-        match fs::remove_file(&self.0) {
-            Err(error) if error.kind() != io::ErrorKind::NotFound => {
-                eprintln!("hearth: cannot remove {}: {error}", self.0.display());
+        for path in [&self.0, &self.since()] {
+            match fs::remove_file(path) {
+                Err(error) if error.kind() != io::ErrorKind::NotFound => {
+                    eprintln!("hearth: cannot remove {}: {error}", path.display());
+                }
+                _ => {}
             }
-            _ => {}
         }
     }
 }
@@ -170,11 +190,15 @@ impl Drop for Server {
 
 /// The format is always named: what the guest has written to a raw disk must not decide it. qemu-nbd listens before it has opened the
 /// copy, so its pid file tells that it serves.
-fn start(copy: &Path, format: &str, socket: &Socket) -> Result<Server, String> {
+fn start(copy: &Copy, format: &str, since: Option<&str>, socket: &Socket) -> Result<Server, String> {
     let mut command = Command::new("setpriv");
     command.args(["--pdeathsig", "TERM", PROGRAM, "--read-only", "--persistent", "--shared", CLIENTS]);
     command.arg("--pid-file").arg(socket.ready());
-    command.arg("--format").arg(format).arg("--socket").arg(&socket.0).arg("--").arg(copy);
+    command.arg("--socket").arg(&socket.0);
+    match since {
+        Some(bitmap) => command.args(["--bitmap", bitmap, "--format", "qcow2", "--"]).arg(copy.since()),
+        None => command.args(["--format", format, "--"]).arg(&copy.0),
+    };
     command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
     command.spawn().map(Server).map_err(|error| format!("cannot run setpriv, which runs {PROGRAM}: {error}"))
 }

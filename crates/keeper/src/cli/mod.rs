@@ -317,7 +317,8 @@ enum Verb {
     ///
     /// The disk's requests wait for that moment: usually milliseconds, at most 10 s for those in flight. The copy then shares its
     /// blocks with the image where the file system can (reflink: btrfs, xfs). Elsewhere it is written while the guest goes on, whose
-    /// first write to a part that is not copied yet waits until that part is copied.
+    /// first write to a part that is not copied yet waits until that part is read. If the storage of FILE hangs, the guest's writes
+    /// wait for it at most 2 s; then the copy fails.
     ///
     /// If the guest has an agent, its file systems are frozen for that moment, and its writes wait meanwhile. If not, or if the
     /// agent does not answer within 10 s, the copy is crash-consistent: as after a power cut. The output says which.
@@ -331,6 +332,10 @@ enum Verb {
     /// Takes a copy as `copy-disk` does, and serves it read-only with qemu-nbd (Debian: qemu-utils) at a unix socket, whose
     /// address is printed. The copy is beside the image, or in $TMPDIR (default: /var/tmp) for a block device. Both end with this
     /// command, by Ctrl-C or SIGTERM.
+    ///
+    /// For backups of what has changed: --checkpoint gives the moment a name, and a later export with --since that name tells which
+    /// blocks were written in between. The keeper keeps 8 checkpoints of a disk. They are lost when it ends, and when the image is
+    /// closed or resized: then --since is refused, and a full backup is due.
     #[command(
         after_help = "Example: hearth export web root    (elsewhere: nbdcopy 'nbd+unix:///?socket=...' root.img)"
     )]

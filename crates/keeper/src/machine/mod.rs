@@ -131,6 +131,7 @@ use backfill::handle_backfill;
 pub use context::{ConfigurationFile, Context, Next, Outside, QemuChoice, load_journal};
 use crash_recovery::CrashRecovery;
 use disk_copy::DiskCopies;
+pub use disk_copy::SINCE_SUFFIX;
 use disks::Disks;
 pub use error::MachineError;
 use fast_remount::FastRemount;

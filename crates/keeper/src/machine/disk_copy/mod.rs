@@ -15,6 +15,9 @@
 //!
 //! The storage of the copy may hang. What is done there is done by threads of their own, and only they wait for it (`apart`).
 //!
+//! What was written between two moments is noted by the disk (`hearth_disk::image::Checkpoints`). A copy gets it as the bitmap of a
+//! qcow2 image over it, which `qemu-nbd` serves.
+//!
 //! The file has another name until it is complete. A copy goes on over a reboot of the guest. It ends with the keeper, and when the
 //! image is closed.
 
@@ -35,6 +38,7 @@ use super::{Context, Machine};
 use crate::config::DiskFormat;
 use crate::control::Reply;
 use crate::event::{DiskCopyMessage, Event};
+pub use target::SINCE_SUFFIX;
 pub use task::Consistency;
 use task::{Stop, Task};
 
@@ -94,6 +98,11 @@ impl DiskCopies {
             let message = format!("{} is the path of the image of disk {}", request.file.display(), taken.name);
             return Err(ApiError::new(ErrorWord::BadRequest, message).hint("choose another file for the copy"));
         }
+        if let Some(name) = request.checkpoint.iter().chain(&request.since).find(|name| !is_checkpoint_name(name)) {
+            let message = format!("{name:?} is no name of a checkpoint");
+            return Err(ApiError::new(ErrorWord::BadRequest, message)
+                .hint("use 1 to 64 letters, digits and the characters - _ and ."));
+        }
         let server = disks.configured(context, &request.disk)?.observer();
         let Some(disk) = config.iter().find(|disk| disk.name == request.disk) else { return Ok(()) };
         self.begun += 1;
@@ -106,6 +115,8 @@ impl DiskCopies {
             image: disk.path.clone(),
             format: if disk.format == DiskFormat::Qcow2 { "qcow2" } else { "raw" },
             file: request.file.clone(),
+            checkpoint: request.checkpoint,
+            since: request.since,
             server,
             pressure: disks.servers.iter().map(hearth_disk::server::DiskServer::pressure).collect(),
             consistency: if request.caller_freezes { Consistency::ByCaller { told } } else { consistency(heard) },
@@ -215,6 +226,12 @@ impl Drop for DiskCopies {
 fn is_same_path(one: &Path, other: &Path) -> bool {
     let folder = |path: &Path| path.parent().and_then(|folder| folder.canonicalize().ok());
     one == other || one.file_name() == other.file_name() && folder(one).is_some_and(|one| folder(other) == Some(one))
+}
+
+/// It is part of the name of a metadata context of NBD.
+fn is_checkpoint_name(name: &str) -> bool {
+    let is_allowed = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.".contains(&byte);
+    (1..=64).contains(&name.len()) && name.bytes().all(is_allowed)
 }
 
 fn failed(message: String) -> ApiError {

@@ -6,10 +6,14 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use hearth_disk::image::create_overlay_with_bitmap;
 use rustix::fs::{CWD, RenameFlags, renameat_with};
 use rustix::io::Errno;
 
 use super::apart::apart;
+
+/// What the name of the image over a copy ends with that tells what was written since a checkpoint.
+pub const SINCE_SUFFIX: &str = ".since";
 
 /// What the name of an incomplete copy ends with.
 pub const PARTIAL: &str = ".partial";
@@ -52,6 +56,20 @@ impl Target {
     /// The folder that it is in.
     pub fn folder(&self) -> &Path {
         self.path.parent().unwrap_or(Path::new("/"))
+    }
+
+    /// Makes the image over it that has this bitmap. Both are complete afterwards, or there is neither.
+    pub fn complete_with_bitmap(self, format: &str, bitmap: (&str, &[u8])) -> io::Result<()> {
+        let path = self.path.clone();
+        self.complete()?;
+        let mut over = path.as_os_str().to_owned();
+        over.push(SINCE_SUFFIX);
+        create_overlay_with_bitmap(Path::new(&over), &path, format, bitmap).map_err(|error| {
+            if let Err(error) = fs::remove_file(&path) {
+                tracing::warn!(%error, file = %path.display(), "cannot remove");
+            }
+            io::Error::other(crate::chain(&error))
+        })
     }
 
     /// Gives the file its name, which nobody else may have taken meanwhile. Its bytes are on the disk already.

@@ -9,7 +9,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use hearth_api::EventKind;
-use hearth_disk::image::FrozenImage;
+use hearth_disk::image::{CHECKPOINTS_MAX, FrozenImage};
 use hearth_disk::pressure::Pressure;
 use hearth_disk::server::Observer;
 use hearth_qemu::Endpoint;
@@ -33,8 +33,10 @@ const HOLD_PATIENCE: Duration = Duration::from_secs(10);
 /// How long the storage of the copy may take to make the file, and to share the image's blocks with it once. Less than the API's
 /// clients wait.
 const PREPARE_PATIENCE: Duration = Duration::from_secs(30);
-/// How long it may take to write what it holds, and to give the file its name. The guest does not wait for it.
-const COMPLETE_PATIENCE: Duration = Duration::from_secs(600);
+/// How long it may take to write what it still holds in memory of a file that shares the image's blocks. The guest does not wait.
+const SYNC_PATIENCE: Duration = Duration::from_secs(600);
+/// How long it may take to give the file its name. The guest does not wait.
+const NAME_PATIENCE: Duration = Duration::from_secs(30);
 const LOOK_EVERY: Duration = Duration::from_millis(20);
 const MIB: f64 = 1048576.0;
 
@@ -68,6 +70,10 @@ pub struct Task {
     pub image: PathBuf,
     pub format: &'static str,
     pub file: PathBuf,
+    /// Begins at the moment.
+    pub checkpoint: Option<String>,
+    /// The checkpoint since which the copy is to tell what was written.
+    pub since: Option<String>,
     pub server: Observer,
     /// Load of the guest's disks.
     pub pressure: Vec<Pressure>,
@@ -77,6 +83,13 @@ pub struct Task {
 }
 
 /// The image of one moment.
+struct Taken {
+    target: Target,
+    image: Moment,
+    /// What was written since the checkpoint that was asked for.
+    written: Option<Vec<u8>>,
+}
+
 enum Moment {
     /// All of it is in the file, but perhaps not on the disk yet.
     Shared,
@@ -116,7 +129,13 @@ impl Task {
                 backing,
                 duration_ms: began.elapsed().as_secs_f64() * 1e3,
             },
-            Err(why) => failure(&self.disk, &self.file, why),
+            Err(why) => {
+                if let Some(checkpoint) = &self.checkpoint {
+                    // Nobody has a copy of that moment.
+                    self.server.checkpoints().forget(checkpoint);
+                }
+                failure(&self.disk, &self.file, why)
+            }
         };
         self.tell.say(DiskCopyMessage::Over(Some(over)));
     }
@@ -125,6 +144,7 @@ impl Task {
     fn prepare(&self) -> Result<Prepared, String> {
         let chain = |error: &dyn std::error::Error| crate::chain(error);
         let looked = |error: io::Error| format!("cannot look at {}: {error}", self.image.display());
+        self.must_have_checkpoints()?;
         let mut image = self.server.open_image().map_err(|error| chain(&error))?;
         let backing = backing(&image, self.format).map_err(looked)?;
         let is_file = image.metadata().map_err(looked)?.is_file();
@@ -161,13 +181,36 @@ impl Task {
         Ok(Prepared { target, image, shares, backing })
     }
 
+    fn must_have_checkpoints(&self) -> Result<(), String> {
+        let names = self.server.checkpoints().names();
+        if let Some(since) = self.since.as_ref().filter(|since| !names.contains(since)) {
+            return Err(no_checkpoint(since, &names));
+        }
+        match self.checkpoint.as_ref().filter(|checkpoint| names.contains(checkpoint)) {
+            // A backup may be built on it.
+            Some(taken) => Err(format!("it has a checkpoint {taken} already; choose another name")),
+            None => Ok(()),
+        }
+    }
+
+    /// What was written until now. The disk is held.
+    fn pass_checkpoints(&self) -> Result<Option<Vec<u8>>, String> {
+        let checkpoints = self.server.checkpoints();
+        let since = |since| checkpoints.written_since(since).ok_or_else(|| no_checkpoint(since, &checkpoints.names()));
+        let written = self.since.as_deref().map(since).transpose()?;
+        if let Some(checkpoint) = &self.checkpoint {
+            checkpoints.begin(checkpoint, self.server.bytes());
+        }
+        Ok(written)
+    }
+
     /// Returns the length of the file.
     fn copy(&self, Prepared { target, image, shares, .. }: Prepared) -> Result<u64, String> {
         self.stop.must_go_on()?;
         let frozen = self.freeze();
         self.stop.must_go_on()?;
         let began = Instant::now();
-        let (target, moment) = self.take_moment(target, image, shares)?;
+        let Taken { target, image: moment, written } = self.take_moment(target, image, shares)?;
         let (file_systems, not_frozen) = frozen.map_or_else(|why| (None, Some(why)), |count| (count, None));
         self.tell.say(DiskCopyMessage::Taken(EventKind::DiskCopyTaken {
             disk: self.disk.clone(),
@@ -180,14 +223,19 @@ impl Task {
         if let Moment::Frozen(image) = moment {
             self.copy_frozen(&image)?;
         }
-        let complete = move || -> io::Result<u64> {
-            target.open().sync_all()?;
-            let bytes = target.open().metadata()?.len();
-            target.complete()?;
-            Ok(bytes)
+        let sync = move || target.open().sync_all().and_then(|()| Ok((target.open().metadata()?.len(), target)));
+        let synced = apart(SYNC_PATIENCE, &|| self.stop.must_go_on(), sync)?;
+        let (bytes, target) = synced.map_err(|error| self.not_written(&error))?;
+        self.stop.must_go_on()?;
+        let (since, format) = (self.since.clone(), self.format);
+        let name = move || match since.zip(written) {
+            Some((since, written)) => target.complete_with_bitmap(format, (&since, &written)),
+            None => target.complete(),
         };
-        let completed = apart(COMPLETE_PATIENCE, &|| self.stop.must_go_on(), complete)?;
-        completed.map_err(|error| self.not_written(&error))
+        // From here on it cannot be called off: the file may have its name already.
+        let named =
+            apart(NAME_PATIENCE, &|| Ok(()), name).map_err(|why| format!("{why}; the file may still get its name"))?;
+        named.map(|()| bytes).map_err(|error| self.not_written(&error))
     }
 
     fn not_written(&self, error: &io::Error) -> String {
@@ -225,13 +273,13 @@ impl Task {
         Err("the copy was called off".to_owned())
     }
 
-    fn take_moment(&self, target: Target, image: File, shares: bool) -> Result<(Target, Moment), String> {
+    fn take_moment(&self, target: Target, image: File, shares: bool) -> Result<Taken, String> {
         let failed = |error: &dyn std::error::Error| crate::chain(error);
         let held = self.server.hold(HOLD_PATIENCE).map_err(|error| failed(&error))?;
         if !shares {
             let open = target.open().try_clone().map_err(|error| self.not_written(&error))?;
             let frozen = held.freeze(open).map_err(|error| failed(&error))?;
-            return Ok((target, Moment::Frozen(frozen)));
+            return Ok(Taken { target, image: Moment::Frozen(frozen), written: self.pass_checkpoints()? });
         }
         held.commit().map_err(|error| format!("cannot write the tables of {}: {error}", self.image.display()))?;
         let (disk, path) = (self.disk.clone(), self.image.clone());
@@ -239,7 +287,7 @@ impl Task {
         // A clone that ends later is not of this moment, and nobody gets it.
         let (shared, target) = apart(HOLD_PATIENCE, &|| self.stop.must_go_on(), clone)?;
         match shared.map_err(|error| failed(&error))? {
-            true => Ok((target, Moment::Shared)),
+            true => Ok(Taken { target, image: Moment::Shared, written: self.pass_checkpoints()? }),
             false => Err("its file system does not share blocks any more".to_owned()),
         }
     }
@@ -265,6 +313,15 @@ impl Task {
         self.stop.must_go_on()?;
         copied.map_err(|error| format!("cannot copy {} to {}: {error}", self.image.display(), self.file.display()))
     }
+}
+
+fn no_checkpoint(name: &str, names: &[String]) -> String {
+    let names = if names.is_empty() { "none".to_owned() } else { names.join(", ") };
+    format!(
+        "it is not known what was written since the checkpoint {name} (there are: {names}): a checkpoint ends with the keeper, \
+         when the image is closed or resized, when its copy fails, and when {CHECKPOINTS_MAX} newer ones have begun; make a \
+         full backup"
+    )
 }
 
 /// Refuses a copy that needs more space than there is.
