@@ -89,7 +89,11 @@ impl Checkpoints {
 
 #[cfg(test)]
 mod tests {
+    use std::fs::File;
+    use std::time::Duration;
+
     use super::*;
+    use crate::image::{Format, Image, ImageOptions};
 
     #[test]
     fn each_checkpoint_has_what_was_written_since() {
@@ -124,5 +128,22 @@ mod tests {
         let names: Vec<_> = (0..=CHECKPOINTS_MAX).map(|number| number.to_string()).collect();
         assert!(names.iter().all(|name| checkpoints.begin(name, GRANULE_BYTES)));
         assert_eq!(checkpoints.names(), names[1..]);
+    }
+
+    #[test]
+    fn resized_image_has_no_checkpoints() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("image");
+        let file = File::create_new(&path).unwrap();
+        file.set_len(1 << 20).unwrap();
+        let (format, lock_patience) = (Format::Raw, Duration::ZERO);
+        let options = ImageOptions { path, format, read_only: false, direct: false, lock_patience, owner: None };
+        let mut image = Image::open(&options).unwrap();
+        image.checkpoints().begin("monday", image.bytes());
+        image.refresh_bytes().unwrap();
+        assert_eq!(image.checkpoints().names(), ["monday"]);
+        file.set_len(2 << 20).unwrap();
+        image.refresh_bytes().unwrap();
+        assert!(image.checkpoints().names().is_empty());
     }
 }
