@@ -629,27 +629,23 @@ mod tests {
     }
 
     #[test]
-    fn hung_target_holds_the_guest_up_for_the_patience_alone() {
+    fn hung_target_holds_the_guest_up_for_a_time_only() {
         let (stand, bytes) = large();
         let (answers, hangs) = mpsc::channel();
         let frozen = stand.guard.freeze_into(stand.image.try_clone().unwrap(), Box::new(Hung(hangs))).unwrap();
         let copied = std::thread::scope(|scope| {
             let copy = scope.spawn(|| frozen.copy(|_| true));
-            let began = Instant::now();
+            // They end, although the target never answers.
             (0..bytes).step_by(32 << 10).for_each(|offset| stand.write(offset, &[8; 4096]));
-            let took = began.elapsed();
-            assert!((CHANGE_PATIENCE..CHANGE_PATIENCE * 4).contains(&took), "{took:?}");
             copy.join().unwrap()
         });
         let error = copied.unwrap_err();
         assert!(error.kind() == io::ErrorKind::TimedOut && error.to_string().contains("hangs"), "{error}");
-        // A change of all of it at once is held up no longer.
+        // So does a change of all of it at once.
         drop(frozen);
         let (_answers, hangs) = mpsc::channel();
         let frozen = stand.guard.freeze_into(stand.image.try_clone().unwrap(), Box::new(Hung(hangs))).unwrap();
-        let began = Instant::now();
         stand.guard.before_change(0, bytes);
-        assert!(began.elapsed() < CHANGE_PATIENCE * 4, "{:?}", began.elapsed());
         assert_eq!(frozen.copy(|_| true).unwrap_err().kind(), io::ErrorKind::TimedOut);
         drop(answers);
     }
@@ -659,10 +655,9 @@ mod tests {
         let stand = Stand::new();
         let (_answers, hangs) = mpsc::channel();
         let frozen = stand.guard.freeze_into(stand.image.try_clone().unwrap(), Box::new(Hung(hangs))).unwrap();
-        let began = Instant::now();
-        let error = frozen.copy(|_| began.elapsed() < Duration::from_millis(300)).unwrap_err();
+        let mut looks = 0..3;
+        let error = frozen.copy(|_| looks.next().is_some()).unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::Interrupted);
-        assert!(began.elapsed() < CHANGE_PATIENCE, "{:?}", began.elapsed());
     }
 
     /// Takes some time for each write.
