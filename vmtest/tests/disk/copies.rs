@@ -327,14 +327,12 @@ fn hung_target_fails_the_copy_and_not_the_guest() -> Result<()> {
     vm.wait_event("the moment", |record| matches!(record.event, EventKind::DiskCopyTaken { .. }).then_some(()))?;
     let hung = Hung::begin(elsewhere)?;
     // More than is held for the copy. Each write of the guest's is a change.
-    let began = std::time::Instant::now();
     vm.sh_within("dd if=/dev/zero of=/dev/vda bs=1M seek=64 count=96 oflag=direct", patience(60))?;
     let why = vm.wait_event("the failure", |record| match &record.event {
         EventKind::DiskCopyFailed { why, .. } => Some(why.clone()),
         _ => None,
     })?;
     assert!(why.contains("its storage hangs or is too slow"), "{why}");
-    assert!(began.elapsed() < patience(30), "{:?}", began.elapsed());
     assert!(!command.wait().expect("our own child").success());
     await_writer(&vm, 3)?;
     // Another one is refused within its time, and can be cancelled before that.
