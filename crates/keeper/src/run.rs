@@ -194,12 +194,14 @@ fn accelerator_in_use(
     chosen: &AcceleratorChoice,
 ) -> AcceleratorChoice {
     let living = life::living_guest(&folders.runtime).and_then(|journal| journal.qemu);
+    // Without either, libvirt has yet to start its QEMU.
+    let is_known = living.is_some() || binary.is_some();
     let accelerator = living.map_or_else(|| chosen.clone(), |living| choice_of(&living));
     tracing::info!(
         machine,
         qemu = binary.map(|binary| binary.version().to_string()),
-        accelerator = accelerator.accelerator.name(),
-        why = accelerator.why,
+        accelerator = is_known.then(|| accelerator.accelerator.name()),
+        why = is_known.then_some(accelerator.why.as_str()),
         "starting"
     );
     accelerator

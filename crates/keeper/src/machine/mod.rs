@@ -197,8 +197,7 @@ struct Life {
 impl Machine {
     /// Takes over the QEMU that a dead keeper left running; if there is none, `run` starts a guest.
     pub fn begin(context: Context) -> Result<Self, MachineError> {
-        let warm_reboot = WarmReboot::start(&context)?;
-        let disks = Disks::after_gap(&context.folders.memory);
+        let (warm_reboot, disks) = begin_keeping(&context)?;
         let mut machine = Self {
             context,
             warm_reboot,
@@ -214,10 +213,6 @@ impl Machine {
             copies: DiskCopies::default(),
             crash_recovery: CrashRecovery::default(),
         };
-        machine
-            .context
-            .record(EventKind::Started { pid: std::process::id(), version: env!("CARGO_PKG_VERSION").to_owned() });
-        machine.warm_reboot.report_left_out(&machine.context);
         machine.disks.find_backfill(&machine.context)?;
         let taken_over = match machine.take_over() {
             Err(error) if !machine.disks.backfill.is_complete() || !machine.lazy_restore.is_complete() => {
@@ -449,4 +444,13 @@ impl Machine {
     fn is_current(&self, generation: u32) -> bool {
         self.state.guest().is_some_and(|life| life.generation.number == generation)
     }
+}
+
+/// Where every keeper begins: what is kept of dead guests, and the disks as an earlier keeper may have left them.
+fn begin_keeping(context: &Context) -> Result<(WarmReboot, Disks), MachineError> {
+    let warm_reboot = WarmReboot::start(context)?;
+    let disks = Disks::after_gap(&context.folders.memory);
+    context.record(EventKind::Started { pid: std::process::id(), version: env!("CARGO_PKG_VERSION").to_owned() });
+    warm_reboot.report_left_out(context);
+    Ok((warm_reboot, disks))
 }

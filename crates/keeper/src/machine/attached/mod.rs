@@ -48,7 +48,7 @@ use super::leftovers::{self, Needed};
 use super::takeover::{must_find_the_same_files, must_serve_the_same_disks};
 use super::timeline::{LastRecovery, Timeline};
 use super::warm_reboot::WarmReboot;
-use super::{Context, End, MachineError, access, launch};
+use super::{Context, End, MachineError, access, begin_keeping, launch};
 use crate::attachment::Attachment;
 use crate::config::OnPanic;
 use crate::event::Event;
@@ -111,8 +111,7 @@ impl Life {
 impl Attached {
     /// Takes over the QEMU that a dead keeper has served, if there is one.
     pub fn begin(context: Context) -> Result<Self, MachineError> {
-        let warm_reboot = WarmReboot::start(&context)?;
-        let disks = Disks::after_gap(&context.folders.memory);
+        let (warm_reboot, disks) = begin_keeping(&context)?;
         let mut attached = Self {
             context,
             warm_reboot,
@@ -127,9 +126,6 @@ impl Attached {
             copies: DiskCopies::default(),
             is_told_to_end: false,
         };
-        let version = env!("CARGO_PKG_VERSION").to_owned();
-        attached.context.record(EventKind::Started { pid: std::process::id(), version });
-        attached.warm_reboot.report_left_out(&attached.context);
         let taken_over = attached.take_over()?;
         attached.take_over_crash();
         if taken_over {
@@ -320,32 +316,14 @@ impl Attached {
             other => (other, false),
         };
         self.state = state;
-        let State::Running(life) = &mut self.state else { return self.track(None) };
+        let State::Running(life) = &self.state else { return self.track(None) };
         let config = &self.context.config;
         let is_kept = config.memory.ember == EmberMode::On || config.on_panic == OnPanic::DumpAndRecover;
-        if life.incarnation.is_none() && is_kept {
-            match incarnation_in(&self.context, told) {
-                Ok(incarnation) => {
-                    self.context.config.guest.memory_bytes = incarnation.ram.bytes();
-                    self.warm_reboot.set_budget(&self.context.config);
-                    let further = incarnation.ram.identities().skip(1).map(|(identity, _)| identity);
-                    self.context.journal.memory = Some(MemoryNote {
-                        identity: incarnation.ram.identity(),
-                        further: further.collect(),
-                        low_bytes: incarnation.ram.layout().low_bytes(),
-                    });
-                    life.incarnation = Some(incarnation);
-                }
-                Err(_) if life.is_reported => {}
-                Err(why) => {
-                    life.is_reported = true;
-                    let message = format!("nothing of this guest's memory will be kept: {why}");
-                    self.context.record(EventKind::Error { message });
-                }
-            }
-        }
-        let incarnation = life.incarnation.clone();
         let pid = life.process.id();
+        if life.incarnation.is_none() && is_kept {
+            self.keep_memory(told);
+        }
+        let incarnation = if let State::Running(life) = &self.state { life.incarnation.clone() } else { None };
         self.warm_reboot.monitor.watch(incarnation.clone());
         if is_new {
             self.begin_life(pid)?;
@@ -353,6 +331,36 @@ impl Attached {
             self.context.save_journal();
         }
         self.track(incarnation.as_ref())
+    }
+
+    /// Tracks the memory that QEMU has told of, or reports why not.
+    fn keep_memory(&mut self, told: &ToldMemory) {
+        let found = incarnation_in(&self.context, told);
+        if let Ok(incarnation) = &found {
+            self.take_size(&incarnation.ram);
+            let further = incarnation.ram.identities().skip(1).map(|(identity, _)| identity);
+            self.context.journal.memory = Some(MemoryNote {
+                identity: incarnation.ram.identity(),
+                further: further.collect(),
+                low_bytes: incarnation.ram.layout().low_bytes(),
+            });
+        }
+        let State::Running(life) = &mut self.state else { return };
+        match found {
+            Ok(incarnation) => life.incarnation = Some(incarnation),
+            Err(_) if life.is_reported => {}
+            Err(why) => {
+                life.is_reported = true;
+                let message = format!("nothing of this guest's memory will be kept: {why}");
+                self.context.record(EventKind::Error { message });
+            }
+        }
+    }
+
+    /// The domain has as much memory as its QEMU has made.
+    fn take_size(&mut self, ram: &RamFile) {
+        self.context.config.guest.memory_bytes = ram.bytes();
+        self.warm_reboot.set_budget(&self.context.config);
     }
 
     /// Answers the disks that wait.
@@ -522,8 +530,7 @@ impl Attached {
         });
         match opened {
             Ok(incarnation) => {
-                self.context.config.guest.memory_bytes = incarnation.ram.bytes();
-                self.warm_reboot.set_budget(&self.context.config);
+                self.take_size(&incarnation.ram);
                 Some(incarnation)
             }
             Err(why) => {
