@@ -45,6 +45,18 @@ pub struct Usage {
     pub is_held: bool,
 }
 
+/// How the living incarnation grows.
+#[derive(Clone, Copy, Debug)]
+pub struct Growth {
+    /// Bytes since the last check.
+    pub bytes: u64,
+    /// Time of the last check, from now.
+    pub since: Duration,
+    /// Whether the ember makes room for a leap. Not while nobody lives: a dead guest that had filled its memory would lose blocks before
+    /// the rest of its memory is released.
+    pub may_leap: bool,
+}
+
 impl Usage {
     /// Sum of all parts, in bytes.
     pub fn total_bytes(self) -> u64 {
@@ -63,16 +75,15 @@ impl Budget {
         if is_held { in_hand_bytes.max(self.dump_buffer_bytes) } else { in_hand_bytes }
     }
 
-    /// Bytes to trim from the ember now. The living incarnation has grown by `growth_bytes` since the last check,
-    /// `since` ago.
-    pub fn to_trim(self, usage: Usage, growth_bytes: u64, since: Duration) -> u64 {
+    /// Bytes to trim from the ember now.
+    pub fn to_trim(self, usage: Usage, growth: Growth) -> u64 {
         let usage = Usage { buffer_bytes: self.buffer_bytes(usage.buffer_bytes, usage.is_held), ..usage };
         let reserve = self.slack_bytes / RESERVE_OF_SLACK;
         // A fully grown incarnation needs no room ahead. Its ledger comes on top of its RAM: at most 0.6 %, which the
         // reserve covers.
         let still_to_come = (self.ram_bytes + reserve).saturating_sub(usage.live_bytes);
-        let headroom =
-            (HEADROOM_BYTES_MIN + self.slack_bytes).max(growth_ahead_bytes(growth_bytes, since)).min(still_to_come);
+        let minimum = if growth.may_leap { HEADROOM_BYTES_MIN + self.slack_bytes } else { 0 };
+        let headroom = minimum.max(growth_ahead_bytes(growth.bytes, growth.since)).min(still_to_come);
         let excess = (usage.total_bytes() + headroom).saturating_sub(self.limit_bytes(usage.is_held) - reserve);
         excess.min(usage.ember_bytes)
     }
@@ -95,7 +106,8 @@ mod tests {
     /// While a dump holds dead memory, the ember keeps more: the headroom less the dump's buffers.
     fn check(live_mib: u64, ember_mib: u64, growth_mib: u64, trim_mib: u64) {
         let usage = Usage { live_bytes: live_mib * MIB, ember_bytes: ember_mib * MIB, ..Usage::default() };
-        let trim = |usage| BUDGET.to_trim(usage, growth_mib * MIB, Duration::from_millis(2)) / MIB;
+        let growth = Growth { bytes: growth_mib * MIB, since: Duration::from_millis(2), may_leap: true };
+        let trim = |usage| BUDGET.to_trim(usage, growth) / MIB;
         assert_eq!(trim(usage), trim_mib, "{usage:?}");
         let held = Usage { is_held: true, ..usage };
         assert_eq!(trim(held), trim_mib.saturating_sub(32), "{held:?}");
@@ -116,6 +128,18 @@ mod tests {
     #[test]
     fn fast_guest_gets_more_room_ahead() {
         check(300, 700, 50, 352);
+    }
+
+    #[test]
+    fn no_room_is_made_for_a_leap_that_cannot_come() {
+        let trim = |ember_mib: u64, growth_mib: u64| {
+            let usage = Usage { ember_bytes: ember_mib * MIB, ..Usage::default() };
+            let growth = Growth { bytes: growth_mib * MIB, since: Duration::from_millis(2), may_leap: false };
+            BUDGET.to_trim(usage, growth) / MIB
+        };
+        assert_eq!(trim(1024, 0), 0);
+        assert_eq!(trim(1060, 0), 12, "the limit holds");
+        assert_eq!(trim(1024, 5), 16, "so does what is seen");
     }
 
     #[test]

@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 
 use hearth_disk::boot_set::BootSet;
 use hearth_recovery::admission::Admission;
-use hearth_recovery::budget::{Budget, Usage};
+use hearth_recovery::budget::{Budget, Growth, Usage};
 use hearth_recovery::ember::Ember;
 use hearth_recovery::images::Watch;
 use hearth_recovery::incarnation::Incarnation;
@@ -189,7 +189,8 @@ impl Drop for MemoryMonitor {
 struct Round<'a> {
     shared: &'a Shared,
     tell: &'a dyn Fn(MemoryMessage),
-    growth_from: u64,
+    /// The living incarnation at the last look, and its memory.
+    growth_from: Option<(u32, u64)>,
     /// Start of the last look.
     looked: Instant,
     warned: bool,
@@ -210,7 +211,7 @@ impl<'a> Round<'a> {
         Self {
             shared,
             tell,
-            growth_from: 0,
+            growth_from: None,
             looked: now,
             warned: false,
             was_held: false,
@@ -249,15 +250,19 @@ impl<'a> Round<'a> {
         let settled = self.settle_if_wanted()?;
         self.shared.ember.sweep()?;
         let looked = Instant::now();
-        let usage = self.measure()?;
-        let growth = usage.live_bytes.saturating_sub(std::mem::replace(&mut self.growth_from, usage.live_bytes));
+        let (usage, living) = self.measure()?;
+        let last = std::mem::replace(&mut self.growth_from, living.map(|number| (number, usage.live_bytes)));
+        // What an incarnation had before it was watched says nothing of its pace: one of libvirt's QEMU, or a restored one.
+        let last = last.filter(|(number, _)| Some(*number) == living);
+        let growth = last.map_or(0, |(_, live_bytes)| usage.live_bytes.saturating_sub(live_bytes));
         // Settling took 125 to 660 ms on a busy host. The guest's growth in that time says nothing about the next look,
         // which comes 2 ms later.
         let growth = if settled.is_some() { 0 } else { growth };
         // The period is counted from before the last measurement to after this one. If this thread had to wait for a
         // processor in between, a slow guest must not be mistaken for a fast one.
         let since = std::mem::replace(&mut self.looked, looked).elapsed();
-        let to_trim = self.shared.budget().to_trim(self.promised(usage), growth, since);
+        let may_leap = living.is_some();
+        let to_trim = self.shared.budget().to_trim(self.promised(usage), Growth { bytes: growth, since, may_leap });
         let trimmed = if to_trim > 0 { self.shared.ember.trim(to_trim)? } else { 0 };
         self.trimmed_bytes += trimmed;
         let guest_waits = self.review_admission();
@@ -278,14 +283,15 @@ impl<'a> Round<'a> {
         Ok(())
     }
 
-    fn measure(&self) -> Result<Usage, hearth_memory::MemoryError> {
+    /// What the memory files hold, and the number of the living incarnation.
+    fn measure(&self) -> Result<(Usage, Option<u32>), hearth_memory::MemoryError> {
         let live = self.shared.live.lock().expect("holders only assign").clone();
         let ember_bytes = self.shared.ember.resident_bytes()?;
         // A dead incarnation becomes part of the ember before the next one lives. Counting it twice would cost half the
         // ember. Ask after measuring the ember, so that it cannot be added in between.
         let banked = self.shared.ember.incarnations();
         let live = live.filter(|live| !banked.contains(&live.number));
-        let live_bytes = live.map_or(Ok(0), |live| live.resident_bytes())?;
+        let live_bytes = live.as_ref().map_or(Ok(0), |live| live.resident_bytes())?;
         // Do not count what the ember gave up for the guest meanwhile twice either.
         let ember_bytes = ember_bytes.min(self.shared.ember.resident_bytes()?);
         let buffer_bytes = self.shared.dump_buffer_bytes.load(Relaxed);
@@ -294,7 +300,7 @@ impl<'a> Round<'a> {
         self.shared.live_bytes.store(usage.live_bytes, Relaxed);
         self.shared.ember_bytes.store(usage.ember_bytes, Relaxed);
         self.shared.peak_bytes.fetch_max(usage.total_bytes() + boot_set_bytes, Relaxed);
-        Ok(usage)
+        Ok((usage, live.map(|live| live.number)))
     }
 
     /// Grants what is possible now. After trimming, because memory beyond the budget for a dump must be regained first. Returns
@@ -480,6 +486,46 @@ mod tests {
         round.looked = Instant::now().checked_sub(Duration::from_secs(10)).unwrap();
         round.look().unwrap();
         assert_eq!((ember.counts().trimmed, ember.counts().remaining), (0, PAGES / 2));
+    }
+
+    /// Only half of what a dead guest has filled holds blocks.
+    #[test]
+    fn full_dead_guest_loses_nothing_before_it_is_settled() {
+        let folder = tempfile::tempdir_in("/dev/shm").unwrap();
+        let tagger = Tagger::new(b"a key like noise");
+        let ember = Arc::new(Ember::new(folder.path(), tagger.clone()));
+        let dead = half_full(folder.path(), 1, &tagger);
+        let ram = File::options().write(true).open(dead.ram.path()).unwrap();
+        (PAGES..2 * PAGES).for_each(|page| ram.write_all_at(&BYTES, page * PAGE_BYTES).unwrap());
+        let shared = Shared::new(BUDGET, ember.clone(), Kept::default());
+        *shared.live.lock().unwrap() = Some(dead.clone());
+        let mut round = Round::new(&shared, &|_| {});
+        round.look().unwrap();
+        ember.bank(dead).unwrap();
+        let counts = || (ember.counts().trimmed, ember.counts().remaining);
+        round.look().unwrap();
+        assert_eq!(counts(), (0, PAGES), "nobody lives");
+        *shared.live.lock().unwrap() = Some(Incarnation::create(folder.path(), 2, BUDGET.ram_bytes, true).unwrap());
+        shared.settle_wanted.store(true, Relaxed);
+        round.look().unwrap();
+        assert_eq!(counts(), (0, PAGES), "the rest is released first");
+    }
+
+    #[test]
+    fn memory_of_a_guest_that_was_not_watched_is_no_growth() {
+        let folder = tempfile::tempdir_in("/dev/shm").unwrap();
+        let tagger = Tagger::new(b"a key like noise");
+        let ember = Arc::new(Ember::new(folder.path(), tagger.clone()));
+        ember.bank(half_full(folder.path(), 1, &tagger)).unwrap();
+        let shared = Shared::new(BUDGET, ember.clone(), Kept::default());
+        let mut round = Round::new(&shared, &|_| {});
+        round.look().unwrap();
+        let live = Incarnation::create(folder.path(), 2, BUDGET.ram_bytes, true).unwrap();
+        let ram = File::options().write(true).open(live.ram.path()).unwrap();
+        ram.write_all_at(&vec![7; 12 << 20], 0).unwrap();
+        *shared.live.lock().unwrap() = Some(live);
+        round.look().unwrap();
+        assert_eq!((ember.counts().trimmed, ember.counts().remaining), (0, PAGES));
     }
 
     #[test]
