@@ -2,7 +2,7 @@
 //! in which the folders of libvirt and of Hearth are empty. Their end is the end of everything in it.
 
 use std::io::Write;
-use std::os::unix::fs::PermissionsExt;
+use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt};
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
@@ -83,6 +83,7 @@ impl<'a> Domain<'a> {
 pub struct DomainDisk<'a> {
     /// Its target, which is its name.
     pub target: &'a str,
+    /// A file or a block device.
     pub image: &'a Path,
     /// `raw` or `qcow2`.
     pub format: &'a str,
@@ -152,9 +153,11 @@ impl LibvirtVm {
                     "<iotune><total_bytes_sec>{bytes}</total_bytes_sec><total_iops_sec>{requests}</total_iops_sec></iotune>"
                 )
             });
+            let is_device = std::fs::metadata(image).is_ok_and(|found| found.file_type().is_block_device());
+            let (kind, source) = if is_device { ("block", "dev") } else { ("file", "file") };
             format!(
-                "<disk type='file' device='disk'><driver name='qemu' type='{format}' cache='none' io='io_uring'/>\
-                 <source file='{}'/><target dev='{target}' bus='virtio'/>{limits}</disk>",
+                "<disk type='{kind}' device='disk'><driver name='qemu' type='{format}' cache='none' io='io_uring'/>\
+                 <source {source}='{}'/><target dev='{target}' bus='virtio'/>{limits}</disk>",
                 image.display()
             )
         };
@@ -211,6 +214,13 @@ impl LibvirtVm {
             return Ok(stdout);
         }
         Err(self.guest.fail(Error::Command { command: words.join(" "), status: output.status, said: said.concat() }))
+    }
+
+    /// Makes the node of a block device, which is not there otherwise.
+    pub fn add_device(&self, node: &Path) -> Result<()> {
+        let device = at("look at", node, std::fs::metadata(node))?.rdev();
+        let numbers = [rustix::fs::major(device), rustix::fs::minor(device)].map(|number| number.to_string());
+        self.must(&["mknod", &node.display().to_string(), "b", &numbers[0], &numbers[1]], "").map(drop)
     }
 
     /// Runs `hearth`, which must succeed. Returns its output.

@@ -10,7 +10,7 @@ use hearth_recovery::vmcore::VmcoreFile;
 use hearth_recovery::vmcore::linux::{Linux, log};
 use hearth_vmtest::images::{self, File};
 use hearth_vmtest::libvirt::{Domain, DomainDisk, LibvirtVm};
-use hearth_vmtest::{Drives, Result, START_AGENT, artifacts, boot_disk};
+use hearth_vmtest::{Drives, LoopDevice, Result, START_AGENT, artifacts, boot_disk};
 
 const FILES: usize = 48;
 const FILE_BYTES: usize = 1 << 20;
@@ -166,6 +166,57 @@ fn changed_image_is_not_answered_from_memory() -> Result<()> {
     assert!(vm.events()?.iter().any(|record| matches!(record.event, EventKind::DiskForgotten { .. })));
     files.verify()?;
     assert_eq!(files.ember()?.pages_served, 0);
+    Ok(())
+}
+
+/// The domain's disk is a partition. What was written to it, past it to the disk, or past both to the disk's file is the same as before.
+#[test]
+fn block_device_is_cold_only_if_it_was_written_to() -> Result<()> {
+    const SECTOR: usize = 512;
+    const OFFSET: usize = 1 << 20;
+    let images = tempfile::tempdir().expect("a folder");
+    let (data, image) = (images.path().join("data.img"), images.path().join("disk.img"));
+    make_files(&data)?;
+    let content = [vec![0; OFFSET], std::fs::read(&data).expect("it was just made")].concat();
+    std::fs::write(&image, content).expect("there is space");
+    let Some(mut disk) = LoopDevice::over(&image) else { return Ok(()) };
+    let partition = disk.add_partition((OFFSET / SECTOR) as u64)?;
+    let of_domain = DomainDisk { target: "vda", image: &partition, format: "raw", limits: None };
+    let Some(vm) = LibvirtVm::define("device", MEMORY_MIB, &[of_domain])? else { return Ok(()) };
+    let files = Files { vm, image: image.clone(), _images: images };
+    let vm = &files.vm;
+    [disk.path(), &partition].into_iter().try_for_each(|node| vm.add_device(node))?;
+    let touch = |path: &Path, offset: usize| {
+        let path = path.display();
+        let dd = format!("dd if={path} of={path} bs={SECTOR} count=1 skip={offset} seek={offset} conv=notrunc");
+        vm.must(&["sh", "-c", &dd], "").map(drop)
+    };
+    let sector = OFFSET / SECTOR + 4096;
+    let deeds: [(&str, &dyn Fn() -> Result<()>); 4] = [
+        ("nothing", &|| Ok(())),
+        ("partition", &|| touch(&partition, 4096)),
+        ("disk", &|| touch(disk.path(), sector)),
+        ("file", &|| touch(&image, sector)),
+    ];
+    vm.hearth(&["attach", "device", "--yes"])?;
+    vm.start()?;
+    for (number, (what, deed)) in deeds.into_iter().enumerate() {
+        files.verify()?;
+        vm.virsh("destroy", &[])?;
+        vm.wait_until("the domain is off", || Ok(vm.status()?.state == MachineState::Stopped))?;
+        assert!(files.ember()?.pages_remaining >= PAGES * 9 / 10, "{what}: {:?}", files.ember()?);
+        deed()?;
+        vm.start()?;
+        if number == 0 {
+            files.assert_warm()?;
+            continue;
+        }
+        let forgotten =
+            |event: &EventKind| matches!(event, EventKind::DiskForgotten { why, .. } if why.contains("was "));
+        assert_eq!(vm.events()?.iter().filter(|record| forgotten(&record.event)).count(), number, "{what}");
+        files.verify()?;
+        assert_eq!(files.ember()?.pages_served, 0, "{what}");
+    }
     Ok(())
 }
 

@@ -4,8 +4,8 @@
 //! memory holds of a disk stays valid, or is forgotten
 //!
 //! A gap is any time in which an operator may think that the machine is down: its keeper is dead, it waits without a
-//! guest, or its crashed guest stands still. Each disk is compared by itself, with all files below its image. A block
-//! device cannot be noted, so any gap voids it.
+//! guest, or its crashed guest stands still. Each disk is compared by itself, with all files below its image. Of a block
+//! device only a wait is noted, in this process (`DeviceNote`). Any other gap voids it.
 //!
 //! The notes are one file in the memory folder. A keeper renews them several times a second, and when a wait begins. It
 //! notes an image only if a later write would change the image's times. An image that is written all the time keeps an
@@ -18,7 +18,7 @@ use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant, SystemTime};
 
-use hearth_disk::image::{ImageFile, ImageNote};
+use hearth_disk::image::{DeviceNote, ImageFile, ImageNote, Unnotable};
 use hearth_memory::{Durability, replace_file};
 use hearth_qemu::ProcessId;
 use serde::{Deserialize, Serialize};
@@ -30,6 +30,8 @@ pub const NOTES_FILE: &str = "image-notes";
 const RENEW_EVERY: Duration = Duration::from_millis(250);
 /// Maximum wait for images that this machine no longer writes to.
 const REST_PATIENCE: Duration = Duration::from_secs(1);
+/// Interval between two looks during that.
+const LOOK_EVERY: Duration = Duration::from_millis(20);
 
 /// One disk and the files of its image.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -40,12 +42,15 @@ pub struct DiskNote {
     pub files: Vec<ImageFile>,
     /// Notes of the files at rest. `None` if one is a block device or was being written to.
     pub rest: Option<Vec<ImageNote>>,
+    /// Notes of the block devices at rest, if the image is on nothing else, or why there are none. Only this process uses them.
+    #[serde(skip)]
+    devices: Option<Result<Vec<DeviceNote>, String>>,
 }
 
 impl DiskNote {
     /// A disk with open files, which may be written to at this moment. It has no notes yet.
     pub fn of_open(disk: &str, files: Vec<ImageFile>) -> Self {
-        Self { disk: disk.to_owned(), files, rest: None }
+        Self { disk: disk.to_owned(), files, rest: None, devices: None }
     }
 
     /// A file that was replaced by another one. A missing file does not count.
@@ -72,8 +77,7 @@ impl DiskNote {
     /// Same as `doubt`, but valid even after a reboot of the host, which may number its devices differently.
     pub fn changed(&self) -> Option<String> {
         if let Some(device) = self.files.iter().find(|file| file.is_device) {
-            let path = device.path.display();
-            return Some(format!("{path} is a block device, on which writes leave no trace"));
+            return self.changed_on(&device.path);
         }
         let Some(rest) = &self.rest else {
             let image = self.files.first().map(|file| file.path.display().to_string()).unwrap_or_default();
@@ -84,6 +88,41 @@ impl DiskNote {
             Ok(_) => Some(format!("{} was changed while nobody guarded it", noted.path.display())),
             Err(error) => Some(format!("{} cannot be looked at: {error}", noted.path.display())),
         })
+    }
+
+    /// As `changed`, for a disk with this block device.
+    fn changed_on(&self, device: &Path) -> Option<String> {
+        let path = device.display();
+        match &self.devices {
+            None => Some(format!("{path} is a block device, on which writes leave no trace")),
+            Some(Err(why)) => Some(format!("{path} is a block device, on which writes leave no trace: {why}")),
+            Some(Ok(noted)) => match self.look_at_devices() {
+                Ok(found) => {
+                    let changed = found.iter().zip(noted).find_map(|(now, before)| now.changed(before));
+                    changed.map(|what| format!("{path}: {what} was written to or replaced while nobody guarded it"))
+                }
+                Err(error) => Some(format!("{path} was not compared: {error}")),
+            },
+        }
+    }
+
+    fn look_at_devices(&self) -> Result<Vec<DeviceNote>, Unnotable> {
+        self.paths().map(DeviceNote::of).collect()
+    }
+
+    /// Notes the block devices, if the image is on nothing else. Waits, for a limited time, until they can be noted.
+    fn note_devices(&mut self) {
+        if !self.files.iter().all(|file| file.is_device) {
+            return;
+        }
+        let deadline = Instant::now() + REST_PATIENCE;
+        let noted = loop {
+            match self.look_at_devices() {
+                Err(Unnotable::Moving { .. }) if Instant::now() < deadline => std::thread::sleep(LOOK_EVERY),
+                found => break found,
+            }
+        };
+        self.devices = Some(noted.map_err(|error| error.to_string()));
     }
 
     fn paths(&self) -> impl Iterator<Item = &Path> {
@@ -133,7 +172,7 @@ pub fn at_rest(disks: &[DiskNote]) -> Vec<DiskNote> {
         if !is_moving || Instant::now() > deadline {
             return found;
         }
-        std::thread::sleep(Duration::from_millis(20));
+        std::thread::sleep(LOOK_EVERY);
     }
 }
 
@@ -182,10 +221,11 @@ impl Notes {
     }
 }
 
-/// Notes the images at rest, writes the notes and returns them.
+/// Notes the images at rest, and writes the notes. Returns them, with those of block devices, which are not written.
 pub fn write_at_rest(folder: &Path, disks: &[DiskNote]) -> io::Result<Vec<DiskNote>> {
-    let found = at_rest(disks);
+    let mut found = at_rest(disks);
     Notes::new(&found)?.write(folder)?;
+    found.iter_mut().for_each(DiskNote::note_devices);
     Ok(found)
 }
 

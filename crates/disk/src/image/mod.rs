@@ -19,6 +19,7 @@ use crate::buffer::BufferPool;
 use crate::engine::Engine;
 
 mod checkpoints;
+mod device_note;
 mod frozen;
 mod guarded;
 mod header;
@@ -36,6 +37,7 @@ pub(crate) mod tape;
 mod tests;
 
 pub use checkpoints::{CHECKPOINTS_MAX, Checkpoints};
+pub use device_note::{DeviceNote, Unnotable};
 pub use frozen::FrozenImage;
 pub(crate) use guarded::GuardedFile;
 pub use lock::LockOwner;
