@@ -67,6 +67,9 @@ pub enum EventKind {
     /// Blocks in the memory of a guest that was reset were taken out of it before the next kernel overwrites them. `released`: their
     /// pages were given back, because the guest is known to have been reset.
     BlocksRescued { pages: u64, refused: u64, left: u64, released: bool, duration_ms: f64 },
+    /// libvirt has saved a guest and restored it, and `pages` of its memory still hold their blocks. `refused` ones hold something else,
+    /// and for those that are `left` there was no time.
+    BlocksCarriedOver { pages: u64, refused: u64, left: u64, duration_ms: f64 },
     /// The guest's kernel panicked.
     GuestPanicked,
     /// The guest stopped feeding its watchdog; `action` is what QEMU did.

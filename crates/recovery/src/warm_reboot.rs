@@ -11,6 +11,7 @@
 
 pub mod cache_map;
 pub mod in_place;
+pub mod restored;
 
 use std::time::{Duration, Instant};
 

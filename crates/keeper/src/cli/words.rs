@@ -38,6 +38,10 @@ pub fn describe(event: &EventKind) -> String {
             let after = milliseconds(*duration_ms);
             format!("{pages} blocks of the reset guest {how} in {after}, {refused} refused, {left} left behind")
         }
+        EventKind::BlocksCarriedOver { pages, refused, left, duration_ms } => {
+            let after = milliseconds(*duration_ms);
+            format!("{pages} blocks found in the restored guest's memory in {after}, {refused} refused, {left} left")
+        }
         EventKind::GuestPanicked => "guest panicked".to_owned(),
         EventKind::WatchdogExpired { action } => format!("guest stopped feeding its watchdog ({action})"),
         EventKind::CrashLoop { delay_s, next_start } => {

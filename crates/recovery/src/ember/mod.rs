@@ -333,6 +333,15 @@ impl Ember {
         self.counters.restart(0);
     }
 
+    /// Gives up everything but the last dead incarnation's ledger, which is returned: its guest is about to be restored into other
+    /// memory. `None`, and nothing is given up, if there is none, or if it waits for its dump.
+    pub fn leave_ledger(&self) -> Option<Arc<Mutex<Ledger>>> {
+        let ledger =
+            lock(&self.sources).last().filter(|source| !source.is_dumped()).map(|source| source.ledger.clone())?;
+        self.extinguish();
+        Some(ledger)
+    }
+
     /// Numbers of the dead incarnations that still hold something, oldest first.
     pub fn incarnations(&self) -> Vec<u32> {
         lock(&self.sources).iter().map(|source| source.incarnation).collect()

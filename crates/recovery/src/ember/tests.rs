@@ -298,3 +298,19 @@ fn what_is_spared_is_released_afterwards() {
     assert_eq!(ember.settle().unwrap(), (u64::from(PAGES) / 2 - 3) * PAGE_BYTES);
     assert_eq!(resident_pages(&ember), [Range { start: 0, end: u64::from(PAGES) / 2 }]);
 }
+
+#[test]
+fn ledger_of_the_last_guest_is_all_that_is_left() {
+    let folder = Folder::new();
+    let ember = folder.ember();
+    assert!(ember.leave_ledger().is_none());
+    ember.bank(folder.dead(1, 0..8)).unwrap();
+    ember.bank(folder.dead(2, 8..PAGES)).unwrap();
+    let ledger = ember.leave_ledger().unwrap();
+    assert_eq!(lock(&ledger).len(), 56);
+    assert_eq!((ember.resident_bytes().unwrap(), ember.counts().remaining), (0, 0));
+    assert_eq!(std::fs::read_dir(folder.folder.path()).unwrap().count(), 0);
+    let (ember, _hold) = banked_held(&folder);
+    assert!(ember.leave_ledger().is_none());
+    assert_eq!(ember.counts().remaining, u64::from(PAGES / 2), "it waits for its dump");
+}
