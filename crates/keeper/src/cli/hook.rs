@@ -19,6 +19,7 @@ use clap::Args;
 use hearth_api::{DomainEnded, DomainStarts, ErrorWord};
 use hearth_libvirt::definition;
 use hearth_libvirt::virsh::{Virsh, VirshError};
+use hearth_qemu::bounded::{self, Finished};
 
 use super::machine::{KEEPER_LOG, keeper_command};
 use super::{CliError, Exit};
@@ -143,7 +144,7 @@ fn start_keeper(root: &RuntimeRoot, domain: &str, file: &Path, client: &Client) 
     let mut keeper = match life::has_keeper(&root.machine(domain)) {
         true => None,
         false if is_systemd_in_charge() => {
-            start_unit(domain)?;
+            start_unit(&mut Command::new("systemctl"), domain, START_PATIENCE)?;
             None
         }
         false => {
@@ -175,10 +176,14 @@ fn is_systemd_in_charge() -> bool {
     Path::new("/run/systemd/system").exists()
 }
 
-fn start_unit(domain: &str) -> Result<(), String> {
+/// Runs `systemctl start`, which waits for as long as the unit takes. libvirt waits for its hook without a limit.
+fn start_unit(systemctl: &mut Command, domain: &str, patience: Duration) -> Result<(), String> {
     let unit = format!("hearth@{domain}");
-    match Command::new("systemctl").args(["start", &unit]).output() {
-        Ok(output) if output.status.success() => Ok(()),
+    match bounded::run(systemctl.args(["start", &unit]), patience) {
+        Ok(Finished { status: None, .. }) => {
+            Err(format!("is not ready after {} s: see `systemctl status {unit}`", patience.as_secs()))
+        }
+        Ok(finished) if finished.succeeded() => Ok(()),
         Ok(_) => Err(format!("does not start: see `systemctl status {unit}`")),
         Err(error) => Err(format!("cannot be started with systemctl: {error}")),
     }
@@ -218,6 +223,17 @@ pub fn is_live(virsh: &Virsh, xml: &str) -> Result<bool, CliError> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn unit_that_does_not_get_ready_is_given_up() {
+        let start = |script: &str, patience| {
+            let mut systemctl = Command::new("sh");
+            start_unit(systemctl.args(["-c", script]), "web", Duration::from_secs(patience))
+        };
+        assert_eq!(start("exec sleep 1000", 1).unwrap_err(), "is not ready after 1 s: see `systemctl status hearth@web`");
+        assert!(start("exit 1", 60).unwrap_err().starts_with("does not start"));
+        assert!(start("exit 0", 60).is_ok());
+    }
 
     #[test]
     fn made_hook_calls_only_this_program() {
