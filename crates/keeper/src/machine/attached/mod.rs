@@ -22,10 +22,9 @@
 mod crash;
 mod in_place;
 mod orders;
+mod qemu;
 
 use std::fs;
-use std::os::fd::AsRawFd;
-use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::sync::{Arc, Mutex};
@@ -36,7 +35,7 @@ use hearth_disk::image::Unwritten;
 use hearth_disk::ledger::Ledger;
 use hearth_disk::server::{DiskServer, Peer, Question, ToldMemory};
 use hearth_memory::{FileOffset, GuestPhysicalAddress, Layout, PAGE_BYTES, Place, RamFile};
-use hearth_qemu::{Accelerator, Binary, Process, ProcessId, file_of};
+use hearth_qemu::{Process, ProcessId, file_of};
 use hearth_recovery::incarnation::{Incarnation, discard_files, numbers_in};
 use hearth_recovery::journal::{MemoryNote, QemuIdentity};
 use hearth_recovery::warm_reboot::restored::{CarriedOver, carry_over};
@@ -56,6 +55,7 @@ use crate::config::OnPanic;
 use crate::event::Event;
 use crash::{Crash, NextStart};
 use in_place::Resets;
+use qemu::LastVersion;
 
 /// libvirt's files with the pids of its QEMUs, each there before its QEMU runs, and with their states.
 const QEMU_FOLDER: &str = "/run/libvirt/qemu";
@@ -80,6 +80,7 @@ pub struct Attached {
     resets: Resets,
     /// What was known of the last guest's memory, while a QEMU restores that guest into its own.
     saved: Option<Arc<Mutex<Ledger>>>,
+    version: LastVersion,
     copies: DiskCopies,
     /// By a signal, when its dumps are written. Its guest, if it has one, waits for the next keeper.
     is_told_to_end: bool,
@@ -130,6 +131,7 @@ impl Attached {
             release_at: None,
             resets: Resets::default(),
             saved: None,
+            version: LastVersion::default(),
             copies: DiskCopies::default(),
             is_told_to_end: false,
         };
@@ -296,7 +298,7 @@ impl Attached {
         if let Err(error) = access::admit(id.pid, &self.context.folders.runtime, &self.disks.servers) {
             tracing::debug!(%error, "cannot give QEMU access to its disks; trying again");
         }
-        self.begin_restore(restores(id));
+        self.begin_restore(qemu::restores(id));
     }
 
     /// The domain's process, if it is not older than this.
@@ -355,7 +357,7 @@ impl Attached {
                 further: further.collect(),
                 low_bytes: incarnation.ram.layout().low_bytes(),
             });
-            self.begin_restore(restores(pid));
+            self.begin_restore(qemu::restores(pid));
             self.carry_over(incarnation);
         }
         let State::Running(life) = &mut self.state else { return };
@@ -415,7 +417,7 @@ impl Attached {
     fn begin_life(&mut self, process: ProcessId) -> Result<(), MachineError> {
         self.resets = Resets::default();
         self.next_start = None;
-        let identity = identity(process, self.context.journal.generation);
+        let identity = qemu::identity(process, self.context.journal.generation, &mut self.version);
         let journal = &mut self.context.journal;
         journal.ordered = None;
         journal.disks = launch::disk_identities(&self.context.config.devices);
@@ -654,51 +656,5 @@ fn bytes_of(files: &[fs::File]) -> Result<u64, String> {
     match bytes / PAGE_BYTES > u64::from(u32::MAX) {
         true => Err(format!("it claims to have {bytes} bytes")),
         false => Ok(bytes),
-    }
-}
-
-/// Whether libvirt has started this QEMU to restore a guest that it had saved.
-fn restores(process: ProcessId) -> bool {
-    arguments(process).split('\0').any(|argument| argument == "-incoming")
-}
-
-fn arguments(process: ProcessId) -> String {
-    let arguments = fs::read(format!("/proc/{}/cmdline", process.pid)).unwrap_or_default();
-    String::from_utf8_lossy(&arguments).into_owned()
-}
-
-/// The version of the QEMU that a process runs. Its guest may have taken the process over, so only a program is asked that nobody but
-/// root can have written.
-fn version(pid: u32) -> Option<String> {
-    let program = fs::File::open(format!("/proc/{pid}/exe")).ok()?;
-    let about = program.metadata().ok()?;
-    if about.uid() != 0 || about.mode() & 0o022 != 0 {
-        return None;
-    }
-    let path = format!("/proc/self/fd/{}", program.as_raw_fd());
-    Binary::find(Some(Path::new(&path))).ok().map(|binary| binary.version().to_string())
-}
-
-/// What is known of libvirt's QEMU.
-fn identity(process: ProcessId, generation: u32) -> QemuIdentity {
-    let arguments = arguments(process);
-    let accelerator = if ["-accel\0kvm", "accel=kvm"].iter().any(|kvm| arguments.contains(kvm)) {
-        Accelerator::Kvm
-    } else {
-        Accelerator::Tcg
-    };
-    QemuIdentity {
-        pid: process.pid,
-        start_ticks: process.start_ticks,
-        generation,
-        version: version(process.pid).unwrap_or_else(|| "unknown".to_owned()),
-        accelerator: accelerator.name().to_owned(),
-        accelerator_why: "the domain's definition".to_owned(),
-        userfault_fd: None,
-        helper_fd: None,
-        stale: false,
-        at_start: None,
-        vmgenid: None,
-        guest_agent: false,
     }
 }
