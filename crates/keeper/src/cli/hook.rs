@@ -230,7 +230,10 @@ mod tests {
             let mut systemctl = Command::new("sh");
             start_unit(systemctl.args(["-c", script]), "web", Duration::from_secs(patience))
         };
-        assert_eq!(start("exec sleep 1000", 1).unwrap_err(), "is not ready after 1 s: see `systemctl status hearth@web`");
+        assert_eq!(
+            start("exec sleep 1000", 1).unwrap_err(),
+            "is not ready after 1 s: see `systemctl status hearth@web`"
+        );
         assert!(start("exit 1", 60).unwrap_err().starts_with("does not start"));
         assert!(start("exit 0", 60).is_ok());
     }

@@ -3,18 +3,20 @@
 //! - A guest was reset: its keeper is told. Without that, blocks are copied as far as the budget allows, and with it they are moved.
 //! - A guest has crashed, and libvirt keeps its QEMU: `recovery`. Without that, it stands still until somebody ends it.
 //!
-//! Crashes that it missed, and ways back that ended early, it finds when it looks at all domains: at its start, and from time to time.
+//! Events are lost while libvirt's daemon is away, and a way back can end early. So it also looks at all domains: at its start, when the
+//! events were interrupted, and from time to time. That is one question to each keeper, and one to libvirt only where it is needed.
 
 mod pipe;
 mod recovery;
 
 use std::collections::HashMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::mpsc::{self, Receiver};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::Duration;
 
-use hearth_api::{DomainReset, MachineState};
+use hearth_api::DomainReset;
 use hearth_libvirt::virsh::{DomainEvent, Virsh, VirshError};
 
 use super::{CliError, Exit};
@@ -38,33 +40,34 @@ struct Host {
 /// Runs until it is killed.
 pub fn follow(root: &RuntimeRoot) -> Result<Exit, CliError> {
     let host = Arc::new(Host { root: root.clone(), busy: Mutex::default() });
-    for begin in [Host::follow_resets as fn(&Arc<Host>), Host::look_at_all] {
-        let host = host.clone();
-        thread::spawn(move || begin(&host));
-    }
-    Err(host.follow(DomainEvent::Crashed).into())
+    let (interrupted, interruptions) = mpsc::channel();
+    let (resets, looks) = (host.clone(), host.clone());
+    // The other follower says that there is no virsh, too.
+    thread::spawn(move || drop(resets.follow(DomainEvent::Reset, || {})));
+    thread::spawn(move || looks.look_at_all(&interruptions));
+    let missing = host.follow(DomainEvent::Crashed, || {
+        // Fails only when that thread has ended.
+        let _ = interrupted.send(());
+    });
+    Err(missing.into())
 }
 
 impl Host {
-    /// Returns only if there is no virsh.
-    fn follow(self: &Arc<Self>, event: DomainEvent) -> VirshError {
+    /// Calls `interrupted` each time that events may have been lost. Returns only if there is no virsh.
+    fn follow(self: &Arc<Self>, event: DomainEvent, interrupted: impl Fn()) -> VirshError {
         loop {
             match Virsh::system().follow(event, |domain| self.handle(domain, event)) {
                 Err(error @ VirshError::Missing) => return error,
                 Err(error) => tracing::warn!(%error, "cannot follow libvirt's events; trying again"),
                 Ok(()) => tracing::info!("libvirt's events have ended; trying again"),
             }
+            interrupted();
             thread::sleep(PAUSE);
         }
     }
 
-    fn follow_resets(self: &Arc<Self>) {
-        // The other follower says so, too.
-        let _missing = self.follow(DomainEvent::Reset);
-    }
-
     /// Looks after the domains whose keepers say that they need it, once virsh has had time to follow their events.
-    fn look_at_all(self: &Arc<Self>) {
+    fn look_at_all(self: &Arc<Self>, interruptions: &Receiver<()>) {
         thread::sleep(PAUSE);
         // A killed daemon may have left a pipe that libvirt waits for, or a start that nobody has made.
         for domain in Attachment::names() {
@@ -72,10 +75,12 @@ impl Host {
             self.handle(&domain, DomainEvent::Crashed);
         }
         loop {
-            thread::sleep(LOOK_EVERY);
+            if interruptions.recv_timeout(LOOK_EVERY).is_ok() {
+                // virsh follows again after one pause, and needs a moment to begin.
+                thread::sleep(PAUSE * 2);
+            }
             for domain in Attachment::names() {
-                let state = Client::new(self.root.api_socket(&domain)).status().map(|status| status.state);
-                if let Ok(MachineState::Paused | MachineState::Recovering) = state {
+                if Recovery::of(&self.root, &domain).may_be_needed() {
                     self.handle(&domain, DomainEvent::Crashed);
                 }
             }

@@ -59,6 +59,15 @@ impl Recovery {
         Self { virsh: Virsh::system(), client, domain: domain.to_owned(), folder: root.machine(domain), is_detached }
     }
 
+    /// Whether the domain waits for its way back, as far as its keeper knows.
+    pub fn may_be_needed(&self) -> bool {
+        match self.client.status() {
+            Ok(status) => matches!(status.state, MachineState::Paused | MachineState::Recovering),
+            Err(ClientError::NotRunning { .. }) => self.is_start_noted(),
+            Err(_) => false,
+        }
+    }
+
     /// Brings the domain back, if its guest has crashed or it was on its way already.
     pub fn run(&self) -> Result<(), RecoveryError> {
         // In any other case libvirt itself does what follows a crash.
@@ -79,14 +88,7 @@ impl Recovery {
         let harvested = pipe.as_mut().map_err(|error| error.to_string());
         let harvested = harvested.and_then(|pipe| pipe.harvest(&self.virsh, &self.domain));
         let kept = harvested.and_then(|bytes| self.keep(incarnation, &bytes).map_err(|error| error.to_string()));
-        if let Err(error) = self.client.send(&DomainHarvested { why: kept.err() }) {
-            tracing::warn!(
-                domain = self.domain,
-                error = crate::chain(&error),
-                "the keeper is not told of the registers"
-            );
-        }
-        if self.virsh.is_crashed(&self.domain)? {
+        if self.report_harvest(kept.err())? {
             self.virsh.destroy(&self.domain)?;
         } else if self.virsh.has_died(&self.domain)? {
             // Its QEMU has ended by itself meanwhile, so its keeper may not know that it is to come back.
@@ -103,7 +105,7 @@ impl Recovery {
             match self.client.send(&DomainCrashed {}).and_then(|_| self.client.status()) {
                 Ok(status) => return Ok(Some(status.incarnation)),
                 Err(ClientError::Refused(why)) if why.error == ErrorWord::NotPossible => {
-                    tracing::info!(domain = self.domain, why = why.message, "its crashed guest stays");
+                    tracing::debug!(domain = self.domain, why = why.message, "its crashed guest stays");
                     return Ok(None);
                 }
                 Err(error) => tracing::debug!(domain = self.domain, %error, "no keeper to tell of a crash yet"),
@@ -113,6 +115,19 @@ impl Recovery {
                 return Ok(None);
             }
         }
+    }
+
+    /// Tells the keeper that the registers are read, or why not. Only then does the end of QEMU mean a next start. A keeper that began
+    /// since the crash was reported is told of that first. Returns whether the domain is still crashed.
+    fn report_harvest(&self, why: Option<String>) -> Result<bool, RecoveryError> {
+        while let Err(error) = self.client.send(&DomainHarvested { why: why.clone() }) {
+            tracing::debug!(domain = self.domain, %error, "no keeper to tell of the registers yet");
+            thread::sleep(LOOK_EVERY);
+            if self.report()?.is_none() {
+                return Ok(false);
+            }
+        }
+        Ok(self.virsh.is_crashed(&self.domain)?)
     }
 
     /// Leaves the registers where the keeper finds them.
@@ -160,11 +175,16 @@ impl Recovery {
 
     /// Starts the domain if its keeper has died before it did. libvirt's hook starts the next one.
     fn start_without_keeper(&self) -> Result<(), RecoveryError> {
-        // One that cannot be read is its next keeper's matter.
-        let journal = Journal::load(&self.folder.join("journal.json")).ok().flatten();
-        if journal.is_some_and(|journal| journal.ordered.is_some()) {
+        if self.is_start_noted() {
             self.virsh.start(&self.domain)?;
         }
         Ok(())
+    }
+
+    /// Whether the last keeper has left a start to make.
+    fn is_start_noted(&self) -> bool {
+        // A journal that cannot be read is its next keeper's matter.
+        let journal = Journal::load(&self.folder.join("journal.json")).ok().flatten();
+        journal.is_some_and(|journal| journal.ordered.is_some())
     }
 }

@@ -117,7 +117,6 @@ impl Attached {
             }
         }
         if recovers {
-            self.note_next_start(true);
             return Ok(());
         }
         let message = format!("{} is not recovered: on_panic = \"pause\"", self.context.config.name);
@@ -132,13 +131,19 @@ impl Attached {
 
     /// The registers are in their file, or cannot be read for this reason, and libvirt is about to end QEMU.
     pub(super) fn domain_harvested(&mut self, why: Option<String>) -> Result<(), ApiError> {
-        let crash = if let State::Running(life) = &mut self.state { life.crash.as_mut() } else { None };
+        let crash = match &mut self.state {
+            State::Running(life) => life.crash.as_mut(),
+            // It had not used its disks, so nothing is kept of it.
+            State::Awaited { .. } if self.next_start.is_some() => return Ok(()),
+            _ => None,
+        };
         let Some(Crash { began, is_harvested, .. }) = crash else {
             let message = format!("the guest of {} has not crashed", self.context.config.name);
             return Err(ApiError::new(ErrorWord::WrongState, message));
         };
         *is_harvested = true;
         let began = *began;
+        self.note_next_start(true);
         let number = self.context.journal.incarnation;
         if !is_noted(&self.context, number) {
             // No dump takes them.
@@ -214,7 +219,7 @@ impl Attached {
         let is_ordered = self.context.journal.ordered.is_some();
         match &mut self.state {
             State::Running(life) if is_ordered => {
-                life.crash = Some(Crash { began: Instant::now(), recovers: true, is_harvested: false });
+                life.crash = Some(Crash { began: Instant::now(), recovers: true, is_harvested: true });
             }
             State::Off if is_ordered => self.next_start = Some(NextStart { back_off: None }),
             _ => {}

@@ -611,7 +611,8 @@ impl Attached {
         self.warm_reboot.save_boot_set(&self.context, &self.disks, images);
         self.warm_reboot.discard_memory(&self.context);
         leftovers::remove(&self.context.folders.runtime, &Needed::default());
-        let ordered = self.context.journal.ordered.filter(|_| !matches!(self.state, State::Stopped));
+        // A start that `hearth host` is to make goes on with the next keeper.
+        let ordered = self.context.journal.ordered.filter(|_| !is_detached);
         self.context.journal = self.context.journal.without_guest(self.context.config.guest.memory_bytes);
         self.context.journal.ordered = ordered;
         self.context.save_journal();

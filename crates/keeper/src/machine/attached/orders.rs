@@ -148,6 +148,8 @@ impl Attached {
             return Err(ApiError::new(ErrorWord::WrongState, message).hint(hint));
         }
         self.context.outside.event_log.record_state(MachineState::Stopping);
+        self.next_start = None;
+        self.note_next_start(false);
         self.state = State::Stopped;
         Ok(())
     }
