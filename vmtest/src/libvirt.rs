@@ -336,20 +336,28 @@ impl LibvirtVm {
 
     /// Starts a keeper as a service manager would.
     pub fn run_keeper(&self) -> Result<()> {
-        let program = artifacts::hearth()?.display().to_string();
-        let file = format!("/etc/hearth/{}.toml", self.name);
-        let log = self.folder.path().join("keeper.log");
-        let line = format!("setsid '{program}' run {file} </dev/null >>'{}' 2>&1 &", log.display());
-        self.must(&["sh", "-c", &line], "").map(drop)
+        self.start_daemon(&["run", &format!("/etc/hearth/{}.toml", self.name)])
     }
 
     /// Starts the daemon that follows libvirt's events.
     pub fn start_host(&self) -> Result<()> {
-        let program = artifacts::hearth()?.display().to_string();
-        let log = self.folder.path().join("keeper.log");
-        let line = format!("setsid '{program}' host </dev/null >>'{}' 2>&1 &", log.display());
-        self.must(&["sh", "-c", &line], "")?;
+        self.start_daemon(&["host"])?;
         self.wait_until("virsh follows", || Ok(self.command(&["pgrep", "-f", "virsh.*event"], "")?.status.success()))
+    }
+
+    /// Starts `hearth` with these words as a daemon, in a process group of its own.
+    pub fn start_daemon(&self, words: &[&str]) -> Result<()> {
+        let log = self.folder.path().join("keeper.log");
+        let line = format!("setsid \"$@\" </dev/null >>'{}' 2>&1 &", log.display());
+        let command = self.hearth_command(words)?;
+        let command: Vec<_> = ["sh", "-c", &line, "sh"].into_iter().chain(command.iter().map(String::as_str)).collect();
+        self.must(&command, "").map(drop)
+    }
+
+    /// Starts libvirt's daemon again, which was killed.
+    pub fn start_libvirt(&self) -> Result<()> {
+        let pid_file = self.folder.path().join("libvirtd.pid").display().to_string();
+        self.must(&["libvirtd", "-d", "-p", &pid_file], "").map(drop)
     }
 
     fn wait_libvirt(&self) -> Result<()> {

@@ -16,7 +16,7 @@ struct Soak {
     says: &'static str,
 }
 
-const SOAKS: [Soak; 10] = [
+const SOAKS: [Soak; 11] = [
     Soak {
         name: "disks",
         binary: "disk_simulation",
@@ -86,6 +86,13 @@ const SOAKS: [Soak; 10] = [
         test: "many::four_hundred_volumes_come_back_whole",
         minutes: 4,
         says: "400 volumes, two crashes",
+    },
+    Soak {
+        name: "libvirt",
+        binary: "libvirt",
+        test: "kills::hundreds_of_kills_lose_nothing",
+        minutes: 50,
+        says: "200 rounds of kills of keeper, QEMU, libvirtd and `hearth host` around an attached domain (KILLS=200, HEARTH_SEED)",
     },
 ];
 

@@ -1,0 +1,163 @@
+//! A domain is attached, detached, and made a machine of its own; what libvirt does stays with libvirt.
+
+use hearth_vmtest::{Drives, Result, artifacts};
+
+use super::{Files, SEED, wait_off};
+
+#[test]
+fn attaching_changes_the_definition_and_detaching_restores_it() -> Result<()> {
+    let Some(files) = Files::define("there")? else { return Ok(()) };
+    let vm = &files.vm;
+    let before = vm.virsh("dumpxml", &["--inactive"])?;
+    let shown = vm.hearth(&["attach", "there", "--check"])?;
+    for words in ["+    <disk type='vhostuser' device='disk'>", "vda: Hearth serves it from", "live migration"] {
+        assert!(shown.contains(words), "{words} is missing in {shown}");
+    }
+    assert_eq!(vm.virsh("dumpxml", &["--inactive"])?, before, "a check changes nothing");
+    // Nobody can be asked here.
+    let (code, said) = vm.try_hearth(&["attach", "there"])?;
+    assert!(code == 1 && said.contains("add --yes"), "{said}");
+    vm.hearth(&["attach", "there", "--yes"])?;
+    let attached = vm.virsh("dumpxml", &["--inactive"])?;
+    assert!(attached.contains("/run/hearth/there/disk-vda.sock"), "{attached}");
+    let (code, said) = vm.try_hearth(&["import", "there"])?;
+    assert!(code == 1 && said.contains("hearth detach there"), "{said}");
+    // Once more changes nothing.
+    vm.hearth(&["attach", "there", "--yes"])?;
+    assert_eq!(vm.virsh("dumpxml", &["--inactive"])?, attached);
+    vm.start()?;
+    files.verify()?;
+    // While it runs: from its next start on.
+    vm.hearth(&["detach", "there"])?;
+    assert_eq!(vm.virsh("dumpxml", &["--inactive"])?, before);
+    files.verify()?;
+    vm.virsh("destroy", &[])?;
+    vm.wait_until("its keeper has ended", || Ok(vm.try_hearth(&["status", "there"])?.0 == 3))?;
+    vm.start()?;
+    files.verify()?;
+    let (code, said) = vm.try_hearth(&["detach", "there"])?;
+    assert!(code == 1 && said.contains("is not attached"), "{said}");
+    let left = vm.must(&["sh", "-c", "ls /etc/hearth /var/lib/hearth"], "")?;
+    assert!(!left.contains("there"), "{left}");
+    Ok(())
+}
+
+#[test]
+fn domain_is_detached_while_its_keeper_is_dead() -> Result<()> {
+    let Some(files) = Files::running("late")? else { return Ok(()) };
+    let vm = &files.vm;
+    let left = || vm.must(&["sh", "-c", "ls /etc/hearth /var/lib/hearth"], "");
+    files.verify()?;
+    vm.kill_keeper()?;
+    let said = vm.hearth(&["detach", "late"])?;
+    assert!(said.contains("until then Hearth serves its disks"), "{said}");
+    assert!(left()?.contains("late.toml"), "the next keeper needs them: {}", left()?);
+    vm.start_keeper()?;
+    vm.sh("echo 3 >/proc/sys/vm/drop_caches")?;
+    files.verify()?;
+    // Its guest ends while there is no keeper either.
+    vm.kill_keeper()?;
+    vm.virsh("destroy", &[])?;
+    vm.run_keeper()?;
+    vm.wait_until("its files are gone", || Ok(!left()?.contains("late")))?;
+    vm.start()?;
+    files.verify()
+}
+
+#[test]
+fn start_that_cannot_be_served_fails_with_a_remedy() -> Result<()> {
+    let Some(files) = Files::define("broken")? else { return Ok(()) };
+    let vm = &files.vm;
+    vm.hearth(&["attach", "broken", "--yes"])?;
+    let moved = files.image.with_extension("moved");
+    std::fs::rename(&files.image, &moved).expect("the image can be moved");
+    let start = vm.command(&["virsh", "start", "broken"], "")?;
+    let said = String::from_utf8_lossy(&start.stderr).into_owned();
+    assert!(!start.status.success() && said.contains("data.img"), "{said}");
+    std::fs::rename(&moved, &files.image).expect("and back");
+    vm.must(&["rm", "/etc/hearth/broken.toml"], "")?;
+    vm.try_hearth(&["stop", "broken"])?;
+    let start = vm.command(&["virsh", "start", "broken"], "")?;
+    let said = String::from_utf8_lossy(&start.stderr).into_owned();
+    assert!(said.contains("hearth attach broken"), "{said}");
+    vm.hearth(&["attach", "broken", "--yes"])?;
+    vm.start()?;
+    files.verify()
+}
+
+#[test]
+fn requests_that_are_libvirts_are_refused() -> Result<()> {
+    let Some(files) = Files::running("whose")? else { return Ok(()) };
+    let vm = &files.vm;
+    for (words, remedy) in [
+        (&["reboot", "whose"][..], "virsh reboot whose"),
+        (&["crash", "whose"], "virsh inject-nmi whose"),
+        (&["stop", "whose"], "virsh shutdown whose"),
+        (&["rejuvenate", "whose"], "only a machine whose QEMU Hearth starts"),
+        (&["save", "whose", "-o", "/tmp/whose"], "virsh save whose"),
+        (&["upgrade-keeper", "whose"], "systemctl restart hearth@whose"),
+    ] {
+        let (code, said) = vm.try_hearth(words)?;
+        assert!(code == 1 && said.contains(remedy), "{words:?}: {code}: {said}");
+    }
+    // The memory of the last guest is given back on request.
+    files.verify()?;
+    vm.virsh("destroy", &[])?;
+    wait_off(vm)?;
+    vm.hearth(&["stop", "whose"])?;
+    let left = vm.must(&["sh", "-c", "ls /dev/shm/hearth/whose 2>&1 || true"], "")?;
+    assert!(!left.contains("ledger"), "{left}");
+    Ok(())
+}
+
+/// The machine of its own that `hearth import` makes, with the same disk. libvirt's domain stays, and works again afterwards.
+#[test]
+fn shut_off_domain_becomes_a_machine_of_its_own() -> Result<()> {
+    let Some(files) = Files::define("moves")? else { return Ok(()) };
+    let vm = &files.vm;
+    let definition = vm.virsh("dumpxml", &["--inactive"])?;
+    let folder = vm.folder().join("machine").display().to_string();
+    let import = ["import", "moves", "--folder", &folder];
+    vm.start()?;
+    let (code, said) = vm.try_hearth(&import)?;
+    assert!(code == 1 && said.contains("virsh shutdown moves") && !vm.folder().join("machine").exists(), "{said}");
+    vm.virsh("managedsave", &[])?;
+    let (code, said) = vm.try_hearth(&import)?;
+    assert!(code == 1 && said.contains("virsh managedsave-remove moves"), "{said}");
+    vm.virsh("managedsave-remove", &[])?;
+    let said = vm.hearth(&import)?;
+    for words in ["vda: ", "data.img (raw)", "uuid: a machine has none", "memballoon: ", "Start it with `hearth run"] {
+        assert!(said.contains(words), "{words} is missing in {said}");
+    }
+    assert_eq!(vm.virsh("dumpxml", &["--inactive"])?, definition, "the domain is unchanged");
+    let (code, said) = vm.try_hearth(&import)?;
+    assert!(code == 1 && said.contains("File exists"), "{said}");
+    let file = format!("{folder}/machine.toml");
+    vm.hearth(&["check", &file])?;
+
+    let program = artifacts::hearth()?.display().to_string();
+    let log = vm.folder().join("keeper.log").display().to_string();
+    vm.start_daemon(&["run", &file])?;
+    vm.wait_until("it runs", || {
+        let (code, said) = vm.try_hearth(&["status", "moves", "--json"])?;
+        Ok(code == 0 && said.contains(r#""state":"running""#))
+    })?;
+    let verify = format!(
+        "{{ grep -q ' /mnt ' /proc/mounts || mount /dev/vda /mnt; }} && for f in /mnt/f*; do probe verify $f {SEED} || exit 1; \
+         done; sync; echo the files are w''hole >/dev/console"
+    );
+    // Its console takes commands as those of other test guests do.
+    let ask = format!(
+        "echo \"$1\" | base64 -w0 >{log}.command; {{ echo; echo 1 $(cat {log}.command); sleep 2; }} | \
+         timeout 4 '{program}' console moves"
+    );
+    vm.wait_until("the machine's guest has its files", || {
+        let said = vm.command(&["sh", "-c", &ask, "sh", &verify], "")?;
+        Ok(String::from_utf8_lossy(&said.stdout).contains("the files are whole"))
+    })?;
+    // Two guests never have the disk.
+    assert!(!vm.command(&["virsh", "start", "moves"], "")?.status.success());
+    vm.hearth(&["stop", "moves", "--force"])?;
+    vm.start()?;
+    files.verify()
+}

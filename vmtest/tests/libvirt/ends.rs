@@ -1,0 +1,240 @@
+//! QEMU or the keeper ends, and what is kept.
+
+use std::path::Path;
+use std::process::Command;
+
+use hearth_api::{DumpState, EventKind, MachineState};
+use hearth_vmtest::libvirt::{DomainDisk, LibvirtVm};
+use hearth_vmtest::{Drives, LoopDevice, Result};
+
+use super::crashes::assert_dump;
+use super::{Deed, Files, MEMORY_MIB, PAGES, SEED, assert_within_budget, image_folder, make_files, wait_off};
+
+#[test]
+fn cache_survives_every_end_of_qemu() -> Result<()> {
+    let Some(files) = Files::running("ends")? else { return Ok(()) };
+    let vm = &files.vm;
+    let status = vm.status()?;
+    assert_eq!((status.state, status.incarnation), (MachineState::Running, 1));
+    files.verify()?;
+    assert!(vm.status()?.ledger_pages >= PAGES);
+    // QEMU dies; libvirt ends it; the guest powers off.
+    let ends: [(&str, Deed); 3] = [
+        ("kill", LibvirtVm::kill_qemu),
+        ("destroy", |vm| vm.virsh("destroy", &[]).map(drop)),
+        ("poweroff", |vm| {
+            vm.guest().start("umount /mnt; poweroff -f")?;
+            vm.wait_state("shut off")
+        }),
+    ];
+    for (what, end) in ends {
+        end(vm)?;
+        wait_off(vm)?;
+        assert!(files.ember()?.pages_remaining >= PAGES * 9 / 10, "{what}: {:?}", files.ember()?);
+        vm.start()?;
+        files.assert_warm()?;
+    }
+    assert_eq!(vm.status()?.incarnation, 4);
+    assert_within_budget(vm)
+}
+
+#[test]
+fn guest_goes_on_under_the_next_keeper() -> Result<()> {
+    let Some(files) = Files::running("orphan")? else { return Ok(()) };
+    let vm = &files.vm;
+    files.verify()?;
+    let nonce = vm.nonce()?;
+    vm.kill_keeper()?;
+    vm.start_keeper()?;
+    vm.wait_until("QEMU is connected", || Ok(vm.status()?.disks.iter().all(|disk| disk.connected)))?;
+    vm.sh("echo 3 >/proc/sys/vm/drop_caches")?;
+    files.verify()?;
+    assert_eq!(vm.nonce()?, nonce);
+    assert!(vm.events()?.iter().any(|record| matches!(record.event, EventKind::KeeperTookOver { .. })));
+    vm.virsh("destroy", &[])?;
+    vm.start()?;
+    files.assert_warm()
+}
+
+#[test]
+fn changed_image_is_not_answered_from_memory() -> Result<()> {
+    let Some(files) = Files::running("changed")? else { return Ok(()) };
+    let vm = &files.vm;
+    files.verify()?;
+    vm.sh("umount /mnt")?;
+    vm.virsh("destroy", &[])?;
+    wait_off(vm)?;
+    // The image is nobody's now.
+    make_files(&files.image)?;
+    vm.start()?;
+    assert!(vm.events()?.iter().any(|record| matches!(record.event, EventKind::DiskForgotten { .. })));
+    files.verify()?;
+    assert_eq!(files.ember()?.pages_served, 0);
+    Ok(())
+}
+
+/// The domain's disk is a partition. What was written to it, past it to the disk, or past both to the disk's file is the same as before.
+#[test]
+fn block_device_is_cold_only_if_it_was_written_to() -> Result<()> {
+    const SECTOR: usize = 512;
+    const OFFSET: usize = 1 << 20;
+    let images = tempfile::tempdir().expect("a folder");
+    let (data, image) = (images.path().join("data.img"), images.path().join("disk.img"));
+    make_files(&data)?;
+    let content = [vec![0; OFFSET], std::fs::read(&data).expect("it was just made")].concat();
+    std::fs::write(&image, content).expect("there is space");
+    let Some(mut disk) = LoopDevice::over(&image) else { return Ok(()) };
+    let partition = disk.add_partition((OFFSET / SECTOR) as u64)?;
+    let of_domain = DomainDisk { target: "vda", image: &partition, format: "raw", limits: None };
+    let Some(vm) = LibvirtVm::define("device", MEMORY_MIB, &[of_domain])? else { return Ok(()) };
+    let files = Files { vm, image: image.clone(), _images: images };
+    let vm = &files.vm;
+    [disk.path(), &partition].into_iter().try_for_each(|node| vm.add_device(node))?;
+    let touch = |path: &Path, offset: usize| {
+        let path = path.display();
+        let dd = format!("dd if={path} of={path} bs={SECTOR} count=1 skip={offset} seek={offset} conv=notrunc");
+        vm.must(&["sh", "-c", &dd], "").map(drop)
+    };
+    let sector = OFFSET / SECTOR + 4096;
+    let deeds: [(&str, &dyn Fn() -> Result<()>); 4] = [
+        ("nothing", &|| Ok(())),
+        ("partition", &|| touch(&partition, 4096)),
+        ("disk", &|| touch(disk.path(), sector)),
+        ("file", &|| touch(&image, sector)),
+    ];
+    vm.hearth(&["attach", "device", "--yes"])?;
+    vm.start()?;
+    for (number, (what, deed)) in deeds.into_iter().enumerate() {
+        files.verify()?;
+        vm.virsh("destroy", &[])?;
+        wait_off(vm)?;
+        assert!(files.ember()?.pages_remaining >= PAGES * 9 / 10, "{what}: {:?}", files.ember()?);
+        deed()?;
+        vm.start()?;
+        if number == 0 {
+            files.assert_warm()?;
+            continue;
+        }
+        let forgotten =
+            |event: &EventKind| matches!(event, EventKind::DiskForgotten { why, .. } if why.contains("was "));
+        assert_eq!(vm.events()?.iter().filter(|record| forgotten(&record.event)).count(), number, "{what}");
+        files.verify()?;
+        assert_eq!(files.ember()?.pages_served, 0, "{what}");
+    }
+    Ok(())
+}
+
+/// A raw and a qcow2 disk, both Hearth's: a start and a reset each count once.
+#[test]
+fn both_disks_of_a_domain_are_warm() -> Result<()> {
+    let images = image_folder();
+    let [raw, qcow2] = ["raw.img", "disk.qcow2"].map(|name| images.path().join(name));
+    make_files(&raw)?;
+    let convert = ["convert", "-O", "qcow2"];
+    let converted = Command::new("qemu-img").args(convert).args([&raw, &qcow2]).status();
+    assert!(converted.is_ok_and(|status| status.success()));
+    let disks = [("vda", &raw, "raw"), ("vdb", &qcow2, "qcow2")];
+    let disks = disks.map(|(target, image, format)| DomainDisk { target, image, format, limits: None });
+    let Some(vm) = LibvirtVm::define("two", MEMORY_MIB, &disks)? else { return Ok(()) };
+    vm.hearth(&["attach", "two", "--yes"])?;
+    vm.start()?;
+    vm.start_host()?;
+    let verify = || {
+        for disk in ["vda", "vdb"] {
+            vm.sh(&format!("mkdir -p /{disk} && mount -o noatime /dev/{disk} /{disk}"))?;
+            vm.sh(&format!("for f in /{disk}/f*; do probe verify $f {SEED} || {{ echo in $f; exit 1; }}; done"))?;
+        }
+        Ok::<_, hearth_vmtest::Error>(())
+    };
+    verify()?;
+    vm.virsh("destroy", &[])?;
+    vm.start()?;
+    verify()?;
+    let of_start = vm.status()?.ember;
+    assert!(of_start.pages_served >= 2 * PAGES * 9 / 10, "{of_start:?}");
+    vm.virsh("reset", &[])?;
+    vm.wait_next_boot()?;
+    verify()?;
+    let status = vm.status()?;
+    assert!(status.ember.pages_served >= 2 * PAGES * 9 / 10, "{:?}", status.ember);
+    assert_eq!(status.incarnation, 3);
+    Ok(())
+}
+
+/// libvirt saves the guest's memory and restores it in another QEMU, which fills its memory. No guest has ended.
+#[test]
+fn guest_goes_on_after_libvirt_has_saved_and_restored_it() -> Result<()> {
+    let Some(files) = Files::running("saved")? else { return Ok(()) };
+    let vm = &files.vm;
+    for restores in 1..=2 {
+        files.verify()?;
+        let nonce = vm.nonce()?;
+        vm.virsh("managedsave", &[])?;
+        vm.wait_state("shut off")?;
+        vm.virsh("start", &[])?;
+        assert_eq!(vm.nonce()?, nonce, "the same guest");
+        // It has its blocks itself.
+        let status = vm.status()?;
+        assert!(status.ledger_pages >= PAGES * 9 / 10, "{status:?}");
+        let carried = |event: &EventKind| matches!(event, EventKind::BlocksCarriedOver { left: 0, .. });
+        assert_eq!(vm.events()?.iter().filter(|record| carried(&record.event)).count(), restores);
+        if restores == 2 {
+            vm.sh("echo 3 >/proc/sys/vm/drop_caches")?;
+            files.verify()?;
+        }
+        assert_within_budget(vm)?;
+        vm.kill_qemu()?;
+        vm.start()?;
+        files.assert_warm()?;
+        assert_eq!(files.ember()?.refused.trimmed, 0, "{:?}", files.ember()?);
+    }
+    Ok(())
+}
+
+/// Each NUMA cell has memory of its own.
+#[test]
+fn memory_of_several_cells_is_kept() -> Result<()> {
+    let Some(files) = Files::define("cells")? else { return Ok(()) };
+    let vm = &files.vm;
+    let half = MEMORY_MIB / 2;
+    let cells = format!(
+        "<numa><cell id='0' cpus='0' memory='{half}' unit='MiB'/><cell id='1' cpus='1' memory='{half}' unit='MiB'/></numa></cpu>"
+    );
+    let xml = vm.virsh("dumpxml", &["--inactive"])?;
+    let xml = xml.replace("<vcpu placement='static'>1<", "<vcpu placement='static'>2<").replace("</cpu>", &cells);
+    vm.must(&["virsh", "define", "/dev/stdin"], &xml)?;
+    // The kernel is in the first cell, and the cache beside the second processor.
+    let verify_there = || {
+        vm.sh("taskset -p 2 $$")?;
+        files.verify()
+    };
+    vm.attach_with("", &format!("[crash]\ndump_folder = \"{}\"", files.dump_folder().display()))?;
+    vm.start_host()?;
+    vm.start()?;
+    verify_there()?;
+    let cached = "awk '/FilePages/ { print $4 }' /sys/devices/system/node/node1/meminfo";
+    let cached_kib: u64 = vm.sh(cached)?.trim().parse().expect("a number");
+    assert!(cached_kib / 4 >= PAGES, "{cached_kib} KiB");
+    vm.virsh("destroy", &[])?;
+    vm.start()?;
+    files.assert_warm()?;
+    vm.kill_keeper()?;
+    vm.start_keeper()?;
+    vm.wait_until("QEMU is connected", || Ok(vm.status()?.disks.iter().all(|disk| disk.connected)))?;
+    vm.sh("echo 3 >/proc/sys/vm/drop_caches")?;
+    verify_there()?;
+    let before = vm.status()?.incarnation;
+    vm.virsh("reset", &[])?;
+    vm.wait_next_boot()?;
+    assert_eq!(vm.status()?.incarnation, before + 1);
+    files.assert_warm()?;
+    vm.panic()?;
+    vm.wait_next_boot()?;
+    files.assert_warm()?;
+    let dumped = files.wait_dump(before + 1)?;
+    assert_eq!((dumped.state, dumped.excluded.unjudged), (DumpState::Complete, 0), "{dumped:?}");
+    assert_dump(Path::new(&dumped.file), 2);
+    assert_within_budget(vm)?;
+    assert!(!vm.events()?.iter().any(|record| matches!(record.event, EventKind::Error { .. })), "{:?}", vm.events()?);
+    Ok(())
+}
