@@ -78,7 +78,7 @@ fn changed_image_is_not_answered_from_memory() -> Result<()> {
 fn block_device_is_cold_only_if_it_was_written_to() -> Result<()> {
     const SECTOR: usize = 512;
     const OFFSET: usize = 1 << 20;
-    let images = tempfile::tempdir().expect("a folder");
+    let images = image_folder();
     let (data, image) = (images.path().join("data.img"), images.path().join("disk.img"));
     make_files(&data)?;
     let content = [vec![0; OFFSET], std::fs::read(&data).expect("it was just made")].concat();
