@@ -223,7 +223,7 @@ fn wait_for(context: &mut Context<'_>, name: &str, accepted: Accepted, goal: Goa
         Err(error) => {
             // A machine that stops at once may be gone before its events can be followed.
             let error = context.explained(name, error);
-            let gone = goal.stops() && matches!(error, CliError::NotRunning { .. });
+            let gone = goal.stops() && matches!(error, CliError::NotRunning { .. } | CliError::Off { .. });
             return if gone { must_have_stopped(context, name, accepted.since) } else { Err(error) };
         }
     };
