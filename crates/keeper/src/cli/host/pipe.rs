@@ -85,6 +85,16 @@ pub fn let_go(folder: &Path) {
     }
 }
 
+/// Removes a pipe that a killed daemon has left in this folder. The domain must not be crashed: libvirt does not open it then.
+pub fn remove_left(folder: &Path) {
+    match fs::remove_file(folder.join(FILE)) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => {
+            tracing::debug!(folder = %folder.display(), %error, "cannot remove a pipe");
+        }
+        _ => {}
+    }
+}
+
 /// Opens the reading end, without waiting for a writer.
 fn open(path: &Path) -> io::Result<File> {
     let flags = (OFlags::NONBLOCK | OFlags::NOFOLLOW).bits() as i32;
@@ -158,5 +168,7 @@ mod tests {
             let_go(folder.path());
         }
         let_go(&folder.path().join("missing"));
+        remove_left(folder.path());
+        assert!(!folder.path().join(FILE).exists());
     }
 }

@@ -18,7 +18,7 @@ use hearth_libvirt::definition::{self, DefinitionError};
 use hearth_libvirt::virsh::{Virsh, VirshError};
 use hearth_recovery::journal::Journal;
 
-use super::pipe::Pipe;
+use super::pipe::{self, Pipe};
 use crate::attachment::Attachment;
 use crate::client::{Client, ClientError};
 use crate::folders::registers;
@@ -75,6 +75,7 @@ impl Recovery {
         if is_kept && self.virsh.is_crashed(&self.domain)? {
             return self.recover();
         }
+        pipe::remove_left(&self.folder);
         match self.client.status() {
             Ok(MachineStatus { state: MachineState::Recovering, incarnation, .. }) => self.start(incarnation),
             Err(ClientError::NotRunning { .. }) => self.start_without_keeper(),
