@@ -73,6 +73,32 @@ fn changed_image_is_not_answered_from_memory() -> Result<()> {
     Ok(())
 }
 
+/// Nobody notes what a guest writes whose memory cannot be kept.
+#[test]
+fn nothing_is_served_after_a_guest_whose_memory_is_not_kept() -> Result<()> {
+    const MEMFD: &str = "<source type='memfd'/>";
+    let Some(files) = Files::running("untracked")? else { return Ok(()) };
+    let vm = &files.vm;
+    files.verify()?;
+    let definition = vm.must(&["virsh", "dumpxml", "--inactive", "untracked"], "")?;
+    assert!(definition.contains(MEMFD), "{definition}");
+    let restart_as = |definition: &str| {
+        vm.virsh("destroy", &[])?;
+        wait_off(vm)?;
+        vm.must(&["virsh", "define", "/dev/stdin"], definition)?;
+        vm.start()
+    };
+    restart_as(&definition.replace(MEMFD, "<source type='file'/>"))?;
+    let is_told = |event: &EventKind| matches!(event, EventKind::Error { message } if message.contains("will be kept"));
+    assert!(vm.events()?.iter().any(|record| is_told(&record.event)));
+    assert_eq!(files.ember()?.pages_remaining, 0);
+    vm.sh("mount /dev/vda /mnt && dd if=/dev/zero of=/mnt/f0 bs=1M count=1 conv=notrunc,fsync 2>&1 && umount /mnt")?;
+    restart_as(&definition)?;
+    vm.sh("mount /dev/vda /mnt && cmp -n 1048576 /mnt/f0 /dev/zero")?;
+    assert_eq!(files.ember()?.pages_served, 0);
+    Ok(())
+}
+
 /// The domain's disk is a partition. What was written to it, past it to the disk, or past both to the disk's file is the same as before.
 #[test]
 fn block_device_is_cold_only_if_it_was_written_to() -> Result<()> {

@@ -105,9 +105,9 @@ impl Attached {
     }
 
     /// Lets QEMU go on as before.
-    fn answer(&self) -> Result<(), MachineError> {
-        let State::Running(life) = &self.state else { return self.track(None) };
-        self.track(life.incarnation.as_ref())
+    fn answer(&mut self) -> Result<(), MachineError> {
+        let incarnation = if let State::Running(life) = &self.state { life.incarnation.clone() } else { None };
+        self.track(incarnation.as_ref())
     }
 
     /// Ends the incarnation, and begins the next one in the same memory. `had_simple_driver`: whether its guest's own driver was simple;

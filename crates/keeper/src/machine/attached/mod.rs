@@ -298,7 +298,7 @@ impl Attached {
         if let Err(error) = access::admit(id.pid, &self.context.folders.runtime, &self.disks.servers) {
             tracing::debug!(%error, "cannot give QEMU access to its disks; trying again");
         }
-        self.begin_restore(qemu::restores(id));
+        self.begin_restore(id);
     }
 
     /// The domain's process, if it is not older than this.
@@ -337,6 +337,7 @@ impl Attached {
             self.keep_memory(told, pid);
         }
         let incarnation = if let State::Running(life) = &self.state { life.incarnation.clone() } else { None };
+        self.forget_unless_tracked(incarnation.as_ref());
         self.warm_reboot.monitor.watch(incarnation.clone());
         if is_new {
             self.begin_life(pid)?;
@@ -357,7 +358,7 @@ impl Attached {
                 further: further.collect(),
                 low_bytes: incarnation.ram.layout().low_bytes(),
             });
-            self.begin_restore(qemu::restores(pid));
+            self.begin_restore(pid);
             self.carry_over(incarnation);
         }
         let State::Running(life) = &mut self.state else { return };
@@ -379,8 +380,8 @@ impl Attached {
     }
 
     /// Its memory is the ember's no longer, and will soon be in a QEMU that restores it.
-    fn begin_restore(&mut self, restores: bool) {
-        if restores && self.saved.is_none() {
+    fn begin_restore(&mut self, process: ProcessId) {
+        if self.saved.is_none() && qemu::restores(process) {
             self.saved = self.warm_reboot.ember.leave_ledger();
         }
     }
@@ -399,12 +400,21 @@ impl Attached {
     }
 
     /// Answers the disks that wait.
-    fn track(&self, incarnation: Option<&Incarnation>) -> Result<(), MachineError> {
+    fn track(&mut self, incarnation: Option<&Incarnation>) -> Result<(), MachineError> {
+        self.forget_unless_tracked(incarnation);
         let tracking = incarnation.and_then(|it| tracking(it, &self.warm_reboot.tagger, &self.warm_reboot.sources));
         self.disks.servers.iter().try_for_each(|disk| {
             let failed = |source| MachineError::Server { disk: disk.name().to_owned(), source };
             disk.answer(tracking.clone()).map_err(failed)
         })
+    }
+
+    /// Drops what is held of the disks if nobody will note what this guest writes to them.
+    fn forget_unless_tracked(&mut self, incarnation: Option<&Incarnation>) {
+        if incarnation.is_none_or(|it| it.ledger.is_none()) {
+            self.warm_reboot.forget_disks();
+            self.saved = None;
+        }
     }
 
     fn next_incarnation(&mut self) {
@@ -537,6 +547,7 @@ impl Attached {
             .filter(|number| *number != living)
             .for_each(|number| discard_files(folder, number));
         let incarnation = self.reopen(id.pid);
+        self.forget_unless_tracked(incarnation.as_ref());
         self.disks.open(&mut self.context, &self.warm_reboot, None, incarnation.as_ref(), Unwritten::Keep)?;
         self.disks.expect_only(Peer { pid: id.pid, start_ticks: id.start_ticks });
         self.disks.admit(&self.context, id.pid);
@@ -644,6 +655,10 @@ fn incarnation_in(context: &Context, told: &ToldMemory) -> Result<Incarnation, S
     }
     let layout = Layout::of_places(bytes, &places).ok_or("it is laid out in an unknown way, as with memory devices")?;
     let ram = RamFile::adopt(files, &memory_name(context), layout).map_err(|error| crate::chain(&error))?;
+    // Its files cannot shrink.
+    if ram.bytes() != bytes {
+        return Err("it grows meanwhile".to_owned());
+    }
     let (folder, number) = (&context.folders.memory, context.journal.incarnation);
     Incarnation::with_ram(folder, number, Arc::new(ram), true).map_err(|error| crate::chain(&error))
 }
