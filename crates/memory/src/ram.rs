@@ -211,11 +211,14 @@ impl RamFile {
             let mut offset = 0;
             while offset < *bytes {
                 let start = match seek(file, SeekFrom::Data(offset)) {
+                    // What it has grown by is not of this RAM.
+                    Ok(start) if start >= *bytes => break,
                     Ok(start) => start,
                     Err(Errno::NXIO) => break,
                     Err(errno) => return Err(self.unmeasured(errno.into())),
                 };
                 let end = seek(file, SeekFrom::Hole(start)).map_err(|errno| self.unmeasured(errno.into()))?;
+                let end = end.min(*bytes);
                 ranges.push((first + start) / PAGE_BYTES..(first + end).div_ceil(PAGE_BYTES));
                 offset = end;
             }

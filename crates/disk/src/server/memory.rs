@@ -6,6 +6,7 @@
 use std::cell::Cell;
 use std::fs::File;
 use std::io;
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, AtomicU16, Ordering};
 
@@ -121,11 +122,12 @@ impl GuestMap {
         self.tracked = files;
     }
 
-    /// Number of the first page of a tracked file.
-    fn first_page(&self, file: FileIdentity) -> Option<u64> {
+    /// The pages of a tracked file.
+    fn pages_of(&self, file: FileIdentity) -> Option<Range<u64>> {
         let is_it = |part: &RamPart| (part.device, part.inode) == (file.device, file.inode);
         let at = self.tracked.iter().position(is_it)?;
-        Some(self.tracked[..at].iter().map(|part| part.pages).sum())
+        let first = self.tracked[..at].iter().map(|part| part.pages).sum();
+        Some(first..first + self.tracked[at].pages)
     }
 
     /// The guest's own memory, if not all of it is tracked. `pid`: the process that has told of it.
@@ -144,7 +146,7 @@ impl GuestMap {
                 }
             }
         }
-        if files.iter().all(|(identity, _)| self.first_page(*identity).is_some()) {
+        if files.iter().all(|(identity, _)| self.pages_of(*identity).is_some()) {
             return None;
         }
         Some(ToldMemory { pid, files: files.into_iter().map(|(_, told)| told).collect() })
@@ -390,7 +392,10 @@ impl GuestMap {
     pub fn page(&self, address: u64) -> Option<RamPage> {
         let region = self.region(address).ok()?;
         let in_file = address - region.spec.guest + region.spec.file_offset;
-        u32::try_from(self.first_page(region.file)? + in_file / PAGE_BYTES).ok().map(RamPage)
+        let pages = self.pages_of(region.file)?;
+        // The file may have grown since.
+        let page = Some(pages.start + in_file / PAGE_BYTES).filter(|page| pages.contains(page))?;
+        u32::try_from(page).ok().map(RamPage)
     }
 
     /// The page that `BLOCK_BYTES` bytes from here fill exactly, if it may be there at all.
