@@ -11,7 +11,7 @@
 
 use std::path::Path;
 use std::sync::{Arc, Mutex};
-use std::thread::available_parallelism;
+use std::thread::{Builder, available_parallelism};
 use std::time::Instant;
 
 use hearth_disk::block::RamPage;
@@ -110,10 +110,15 @@ impl Rescue<'_> {
         let share = entries.len().div_ceil(threads).max(RUN);
         let mut refused = Vec::new();
         std::thread::scope(|scope| {
-            let shares = entries.chunks(share).map(|entries| scope.spawn(move || self.move_share(entries, to)));
-            let shares: Vec<_> = shares.collect();
-            shares.into_iter().try_for_each(|share| {
-                refused.extend(share.join().expect("a share of a rescue does not panic")?);
+            let begin = |share| (share, Builder::new().spawn_scoped(scope, move || self.move_share(share, to)));
+            let shares: Vec<_> = entries.chunks(share).map(begin).collect();
+            shares.into_iter().try_for_each(|(share, thread)| {
+                let moved = match thread {
+                    Ok(thread) => thread.join().expect("a share of a rescue does not panic"),
+                    // The host has no more threads for this process.
+                    Err(_) => self.move_share(share, to),
+                };
+                refused.extend(moved?);
                 Ok(())
             })
         })?;

@@ -14,7 +14,7 @@ use std::sync::Mutex;
 use std::time::Instant;
 
 use hearth_disk::block::{BLOCK_BYTES, RamPage};
-use hearth_disk::ledger::{Entry, Ledger};
+use hearth_disk::ledger::Ledger;
 use hearth_disk::tag::Tagger;
 use hearth_memory::{FileOffset, MemoryError, PAGE_BYTES};
 
@@ -45,31 +45,30 @@ pub fn carry_over(
 ) -> Result<CarriedOver, MemoryError> {
     let mut carried = CarriedOver::default();
     let Some(ledger) = &restored.ledger else { return Ok(carried) };
-    let entries: Vec<Entry> = {
-        let before = lock(before);
-        let newest_first = trim_order(&before).into_iter().rev();
-        newest_first.filter_map(|page| before.entry(RamPage(page))).collect()
-    };
+    let before = lock(before);
+    let oldest_first = trim_order(&before);
     let mut found = Vec::new();
     let mut bytes = [0; BLOCK_BYTES];
-    for (at, entry) in entries.iter().enumerate() {
+    for (at, page) in oldest_first.iter().rev().enumerate() {
         if at % PAGES_PER_LOOK == 0 && Instant::now() >= until {
-            carried.left = (entries.len() - at) as u64;
+            carried.left = (oldest_first.len() - at) as u64;
             break;
         }
+        let Some(entry) = before.entry(RamPage(*page)) else { continue };
         let is_there = u64::from(entry.page.0) < restored.ram.pages();
         if is_there {
             restored.ram.read(FileOffset(u64::from(entry.page.0) * PAGE_BYTES), &mut bytes)?;
         }
         match is_there && tagger.tag(&bytes) == entry.tag {
-            true => found.push(entry),
+            true => found.push(*page),
             false => carried.refused += 1,
         }
     }
     carried.taken = found.len() as u64;
     // A ledger takes what it gets later for newer.
     let mut ledger = lock(ledger);
-    found.into_iter().rev().for_each(|entry| ledger.record(entry.page, entry.disk, entry.block, entry.tag));
+    let entries = found.into_iter().rev().filter_map(|page| before.entry(RamPage(page)));
+    entries.for_each(|entry| ledger.record(entry.page, entry.disk, entry.block, entry.tag));
     Ok(carried)
 }
 
@@ -80,6 +79,7 @@ mod tests {
     use std::time::Duration;
 
     use hearth_disk::block::DiskId;
+    use hearth_disk::ledger::Entry;
 
     use super::*;
 
