@@ -41,14 +41,16 @@ impl Checkpoints {
         self.lock().iter().map(|checkpoint| checkpoint.name.clone()).collect()
     }
 
-    /// Begins one now, of a disk of this size. Nothing may be in flight. False: there is one of this name.
-    pub fn begin(&self, name: &str, disk_bytes: u64) -> bool {
+    /// Begins one now, of a disk of this size. Nothing may be in flight. `since`: one that is still needed. False: there is one of
+    /// this name.
+    pub fn begin(&self, name: &str, since: Option<&str>, disk_bytes: u64) -> bool {
         let mut all = self.lock();
         if all.iter().any(|checkpoint| checkpoint.name == name) {
             return false;
         }
         if all.len() >= CHECKPOINTS_MAX {
-            all.pop_front();
+            let oldest = all.iter().position(|checkpoint| Some(checkpoint.name.as_str()) != since);
+            oldest.and_then(|oldest| all.remove(oldest));
         }
         let blocks = disk_bytes.div_ceil(GRANULE_BYTES);
         all.push_back(Checkpoint { name: name.to_owned(), blocks, written: vec![0; blocks.div_ceil(8) as usize] });
@@ -99,21 +101,21 @@ mod tests {
     fn each_checkpoint_has_what_was_written_since() {
         let checkpoints = Checkpoints::default();
         checkpoints.note(0, GRANULE_BYTES);
-        assert!(checkpoints.begin("monday", 17 * GRANULE_BYTES - 512));
+        assert!(checkpoints.begin("monday", None, 17 * GRANULE_BYTES - 512));
         checkpoints.note(GRANULE_BYTES - 1, 2);
-        assert!(checkpoints.begin("tuesday", 17 * GRANULE_BYTES - 512));
+        assert!(checkpoints.begin("tuesday", None, 17 * GRANULE_BYTES - 512));
         checkpoints.note(16 * GRANULE_BYTES, 512);
         checkpoints.note(3 * GRANULE_BYTES, 0);
         let since = |name: &str| checkpoints.written_since(name);
         assert_eq!(since("monday"), Some(vec![0b11, 0, 1]));
         assert_eq!(since("tuesday"), Some(vec![0, 0, 1]));
         assert_eq!(since("sunday"), None);
-        assert!(!checkpoints.begin("monday", 512), "a name is of one moment");
-        assert!(checkpoints.begin("all", 17 * GRANULE_BYTES));
+        assert!(!checkpoints.begin("monday", None, 512), "a name is of one moment");
+        assert!(checkpoints.begin("all", None, 17 * GRANULE_BYTES));
         checkpoints.note(3 * GRANULE_BYTES, 13 * GRANULE_BYTES);
         assert_eq!(since("all"), Some(vec![0b1111_1000, 0b1111_1111, 0]));
         checkpoints.forget("all");
-        assert!(checkpoints.begin("grown", 16 * GRANULE_BYTES));
+        assert!(checkpoints.begin("grown", None, 16 * GRANULE_BYTES));
         checkpoints.note(15 * GRANULE_BYTES, 2 * GRANULE_BYTES);
         assert_eq!((since("grown"), since("tuesday")), (None, Some(vec![0b1111_1000, 0b1111_1111, 1])));
         checkpoints.forget("monday");
@@ -126,8 +128,11 @@ mod tests {
     fn oldest_checkpoint_makes_way() {
         let checkpoints = Checkpoints::default();
         let names: Vec<_> = (0..=CHECKPOINTS_MAX).map(|number| number.to_string()).collect();
-        assert!(names.iter().all(|name| checkpoints.begin(name, GRANULE_BYTES)));
+        assert!(names.iter().all(|name| checkpoints.begin(name, None, GRANULE_BYTES)));
         assert_eq!(checkpoints.names(), names[1..]);
+        // But not one that somebody builds on.
+        assert!(checkpoints.begin("next", Some(&names[1]), GRANULE_BYTES));
+        assert_eq!(checkpoints.names()[..2], [names[1].as_str(), &names[3]]);
     }
 
     #[test]
@@ -139,11 +144,12 @@ mod tests {
         let (format, lock_patience) = (Format::Raw, Duration::ZERO);
         let options = ImageOptions { path, format, read_only: false, direct: false, lock_patience, owner: None };
         let mut image = Image::open(&options).unwrap();
-        image.checkpoints().begin("monday", image.bytes());
-        image.refresh_bytes().unwrap();
-        assert_eq!(image.checkpoints().names(), ["monday"]);
-        file.set_len(2 << 20).unwrap();
-        image.refresh_bytes().unwrap();
-        assert!(image.checkpoints().names().is_empty());
+        // Also one that was cut off and extended again.
+        for bytes in [2 << 20, 2 << 20] {
+            assert!(image.checkpoints().begin("monday", None, image.bytes()));
+            file.set_len(bytes).unwrap();
+            image.refresh_bytes().unwrap();
+            assert!(image.checkpoints().names().is_empty());
+        }
     }
 }

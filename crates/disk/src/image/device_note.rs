@@ -157,6 +157,10 @@ impl Found {
         let mut identity = vec![self.text("dev")?, self.text("size")?];
         // A partition has no number of its own, and a disk no beginning.
         identity.push(if self.folder.join("partition").exists() { self.text("start")? } else { self.text("diskseq")? });
+        // Which part of its file a loop device is.
+        for name in ["loop/offset", "loop/sizelimit"].into_iter().filter(|_| self.folder.join("loop").exists()) {
+            identity.push(self.text(name)?);
+        }
         let written = self.is_whole.then(|| written(&self.text("stat")?)).transpose()?;
         Ok(Layer { name: self.name(), identity, written })
     }

@@ -36,8 +36,10 @@ const STEP_BYTES: u64 = 256 << 10;
 const QUEUE_PIECES: usize = 64;
 /// Number of pieces that `copy` leaves waiting: the rest of the queue is for those who change the image.
 const QUEUE_PIECES_OF_COPY: usize = 2;
-/// How long those who change the image wait for the other file, one after the other, before the copy fails.
+/// How long a change of the image waits while the other file takes nothing, before the copy fails.
 const CHANGE_PATIENCE: Duration = Duration::from_secs(2);
+/// How long one change waits at most. A guest may discard some GiB at once, all of which are copied first.
+const LARGE_CHANGE_PATIENCE: Duration = Duration::from_secs(20);
 /// `copy` asks this often whether to go on while it waits for the other file.
 const LOOK_EVERY: Duration = Duration::from_millis(100);
 const BITS: u64 = u64::BITS as u64;
@@ -117,8 +119,8 @@ struct State {
     busy: Vec<Range<u64>>,
     queue: VecDeque<Piece>,
     spare: Vec<Pages>,
-    /// How long those who change the image have waited since one of them did not have to.
-    waited: Duration,
+    /// When the writing thread began with the piece that it writes.
+    writes_since: Instant,
     /// All of it is in the queue.
     is_all: bool,
     /// All of it is on the disk.
@@ -209,7 +211,7 @@ impl FrozenImage {
             busy: Vec::new(),
             queue: VecDeque::new(),
             spare: Vec::new(),
-            waited: Duration::ZERO,
+            writes_since: Instant::now(),
             is_all: false,
             is_durable: false,
             is_dropped: false,
@@ -284,17 +286,12 @@ impl FrozenImage {
     fn preserve(&self, bytes: Range<u64>) {
         let granules = bytes.start / GRANULE_BYTES..bytes.end.min(self.bytes).div_ceil(GRANULE_BYTES);
         let is_needed = |state: &State| !state.has_failed && granules.clone().any(|granule| state.is_pending(granule));
-        {
-            let mut state = self.lock();
-            if !is_needed(&state) {
-                return;
-            }
-            if state.queue.len() < QUEUE_PIECES {
-                state.waited = Duration::ZERO;
-            }
+        if !is_needed(&self.lock()) {
+            return;
         }
+        let until = Instant::now() + LARGE_CHANGE_PATIENCE;
         let mut granule = granules.start;
-        while granule < granules.end && self.wait_for_room() {
+        while granule < granules.end && self.wait_for_room(until) {
             match self.claim(granule, granules.end) {
                 // The copy has failed already, and its owner will hear of it.
                 Err(_) => return,
@@ -307,19 +304,18 @@ impl FrozenImage {
         }
     }
 
-    /// Waits while the queue is full, but no longer than the patience allows. False: the copy has failed.
-    fn wait_for_room(&self) -> bool {
+    /// Waits while the queue is full: until then, as long as the other file takes what is written. False: the copy has failed.
+    fn wait_for_room(&self, until: Instant) -> bool {
         let mut state = self.lock();
         if state.queue.len() < QUEUE_PIECES {
             return !state.has_failed;
         }
-        let (began, waited_before) = (Instant::now(), state.waited);
         // Not for the next piece alone: each wait costs the guest a wake-up.
         while !state.has_failed && state.queue.len() > QUEUE_PIECES / 2 {
-            state.waited = waited_before + began.elapsed();
-            let Some(rest) = CHANGE_PATIENCE.checked_sub(state.waited).filter(|rest| !rest.is_zero()) else {
-                let what =
-                    format!("its storage hangs or is too slow: the guest's writes waited {CHANGE_PATIENCE:?} for it");
+            let now = Instant::now();
+            let end = until.min(state.writes_since + CHANGE_PATIENCE);
+            let Some(rest) = end.checked_duration_since(now).filter(|rest| !rest.is_zero()) else {
+                let what = "its storage hangs or is too slow: the guest's writes waited too long for it";
                 state.fail(io::Error::new(io::ErrorKind::TimedOut, what));
                 self.shared.changed.notify_all();
                 return false;
@@ -445,6 +441,7 @@ fn write(shared: &Shared, mut target: Box<dyn Target>, bytes: u64) {
                 return shared.changed.notify_all();
             }
             if let Some(piece) = state.queue.pop_front() {
+                state.writes_since = Instant::now();
                 break Some(piece);
             }
             if state.is_all {

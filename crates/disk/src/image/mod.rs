@@ -298,12 +298,9 @@ impl Image {
     pub(crate) fn refresh_bytes(&mut self) -> io::Result<u64> {
         match &mut self.contents {
             Contents::Raw(raw) => {
-                let before = raw.bytes();
-                let bytes = raw.refresh_bytes()?;
-                if bytes != before {
-                    raw.checkpoints().forget_all();
-                }
-                Ok(bytes)
+                // It may have been cut off first.
+                raw.checkpoints().forget_all();
+                raw.refresh_bytes()
             }
             // Its size is in its header, which nobody else may write while we hold it.
             Contents::Qcow2(qcow2) => Ok(qcow2.bytes()),

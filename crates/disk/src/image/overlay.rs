@@ -137,12 +137,13 @@ fn create(
     let mark = mark.map(|mark| (BACKING_MARK, mark.written(name)));
     let extensions: Vec<_> = [(BACKING_FORMAT, format.as_bytes().to_vec())].into_iter().chain(mark).collect();
     let image = empty_image(disk_bytes, name, &extensions, bitmap);
-    let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(path);
-    let written = file.and_then(|mut file| {
-        file.write_all(&image)?;
-        file.sync_all()
-    });
-    written.map_err(|source| OverlayError::Make { path: path.to_owned(), source })
+    let failed = |source| OverlayError::Make { path: path.to_owned(), source };
+    let mut file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(path).map_err(failed)?;
+    file.write_all(&image).and_then(|()| file.sync_all()).map_err(|error| {
+        // Half of an image is of no use. The first error is told.
+        let _ = fs::remove_file(path);
+        failed(error)
+    })
 }
 
 /// As the guest sees it.

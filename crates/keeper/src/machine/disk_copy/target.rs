@@ -21,6 +21,13 @@ pub const PARTIAL: &str = ".partial";
 /// How long the removal of an incomplete copy is waited for. It goes on after that.
 const REMOVE_PATIENCE: Duration = Duration::from_secs(2);
 
+/// The image over a copy that tells what was written.
+fn image_over(copy: &Path) -> PathBuf {
+    let mut over = copy.as_os_str().to_owned();
+    over.push(SINCE_SUFFIX);
+    over.into()
+}
+
 /// The file of a copy that is not complete.
 pub struct Target {
     /// Until it is dropped.
@@ -31,10 +38,13 @@ pub struct Target {
 }
 
 impl Target {
-    /// The error is for the operator.
-    pub fn create(path: &Path) -> Result<Self, String> {
-        if path.symlink_metadata().is_ok() {
-            return Err(format!("{} exists already", path.display()));
+    /// `has_bitmap`: there will be an image over it. The error is for the operator.
+    pub fn create(path: &Path, has_bitmap: bool) -> Result<Self, String> {
+        let over = has_bitmap.then(|| image_over(path));
+        if let Some(there) =
+            [Some(path), over.as_deref()].into_iter().flatten().find(|it| it.symlink_metadata().is_ok())
+        {
+            return Err(format!("{} exists already", there.display()));
         }
         let mut partial = path.as_os_str().to_owned();
         partial.push(PARTIAL);
@@ -62,9 +72,7 @@ impl Target {
     pub fn complete_with_bitmap(self, format: &str, bitmap: (&str, &[u8])) -> io::Result<()> {
         let path = self.path.clone();
         self.complete()?;
-        let mut over = path.as_os_str().to_owned();
-        over.push(SINCE_SUFFIX);
-        create_overlay_with_bitmap(Path::new(&over), &path, format, bitmap).map_err(|error| {
+        create_overlay_with_bitmap(&image_over(&path), &path, format, bitmap).map_err(|error| {
             if let Err(error) = fs::remove_file(&path) {
                 tracing::warn!(%error, file = %path.display(), "cannot remove");
             }
@@ -110,23 +118,27 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("copy");
         let names = || fs::read_dir(folder.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect::<Vec<_>>();
-        drop(Target::create(&path).unwrap());
+        drop(Target::create(&path, false).unwrap());
         assert!(names().is_empty());
-        let target = Target::create(&path).unwrap();
+        let target = Target::create(&path, false).unwrap();
         assert_eq!(names(), ["copy.partial"]);
-        assert!(Target::create(&path).err().unwrap().contains("copy.partial exists"));
+        assert!(Target::create(&path, false).err().unwrap().contains("copy.partial exists"));
         target.open().write_all(b"all of it").unwrap();
         target.complete().unwrap();
         assert_eq!((names(), fs::read(&path).unwrap()), (vec!["copy".into()], b"all of it".to_vec()));
-        assert!(Target::create(&path).err().unwrap().contains("exists already"));
-        assert!(Target::create(Path::new("/no/such/copy")).err().unwrap().contains("No such file"));
+        assert!(Target::create(&path, false).err().unwrap().contains("exists already"));
+        assert!(Target::create(Path::new("/no/such/copy"), false).err().unwrap().contains("No such file"));
+        fs::write(folder.path().join("next.since"), "another's").unwrap();
+        let next = folder.path().join("next");
+        assert!(Target::create(&next, true).err().unwrap().contains("next.since exists already"));
+        assert!(Target::create(&next, false).is_ok());
     }
 
     #[test]
     fn file_made_meanwhile_is_not_replaced() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("copy");
-        let target = Target::create(&path).unwrap();
+        let target = Target::create(&path, false).unwrap();
         fs::write(&path, "another").unwrap();
         assert_eq!(target.complete().unwrap_err().kind(), io::ErrorKind::AlreadyExists);
         assert_eq!(fs::read_to_string(&path).unwrap(), "another");

@@ -156,8 +156,9 @@ impl Task {
         };
         let (file, path, disk) = (self.file.clone(), self.image.clone(), self.disk.clone());
         let (from, names) = (image.try_clone().map_err(looked)?, backing.clone());
+        let has_bitmap = self.since.is_some();
         let make = move || {
-            let target = Target::create(&file)?;
+            let target = Target::create(&file, has_bitmap)?;
             if let Some(name) = names.filter(|name| !name.starts_with('/'))
                 && path.parent() != Some(target.folder())
             {
@@ -199,7 +200,7 @@ impl Task {
         let since = |since| checkpoints.written_since(since).ok_or_else(|| no_checkpoint(since, &checkpoints.names()));
         let written = self.since.as_deref().map(since).transpose()?;
         if let Some(checkpoint) = &self.checkpoint {
-            checkpoints.begin(checkpoint, self.server.bytes());
+            checkpoints.begin(checkpoint, self.since.as_deref(), self.server.bytes());
         }
         Ok(written)
     }
