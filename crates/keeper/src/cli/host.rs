@@ -78,6 +78,7 @@ impl Host {
             if interruptions.recv_timeout(LOOK_EVERY).is_ok() {
                 // virsh follows again after one pause, and needs a moment to begin.
                 thread::sleep(PAUSE * 2);
+                while interruptions.try_recv().is_ok() {}
             }
             for domain in Attachment::names() {
                 if Recovery::of(&self.root, &domain).may_be_needed() {

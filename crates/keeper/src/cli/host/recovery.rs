@@ -124,7 +124,8 @@ impl Recovery {
         while let Err(error) = self.client.send(&DomainHarvested { why: why.clone() }) {
             tracing::debug!(domain = self.domain, %error, "no keeper to tell of the registers yet");
             thread::sleep(LOOK_EVERY);
-            if self.report()?.is_none() {
+            // Somebody may have reset it instead.
+            if !self.virsh.is_crashed(&self.domain)? || self.report()?.is_none() {
                 return Ok(false);
             }
         }
