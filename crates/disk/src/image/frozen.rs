@@ -119,7 +119,9 @@ struct State {
     busy: Vec<Range<u64>>,
     queue: VecDeque<Piece>,
     spare: Vec<Pages>,
-    /// When the writing thread began with the piece that it writes.
+    /// Whether the writing thread does something.
+    is_writing: bool,
+    /// When it began with the piece that it writes.
     writes_since: Instant,
     /// All of it is in the queue.
     is_all: bool,
@@ -211,6 +213,7 @@ impl FrozenImage {
             busy: Vec::new(),
             queue: VecDeque::new(),
             spare: Vec::new(),
+            is_writing: true,
             writes_since: Instant::now(),
             is_all: false,
             is_durable: false,
@@ -265,6 +268,14 @@ impl FrozenImage {
         drop(state);
         self.shared.changed.notify_all();
         self.wait_until(&mut step, |state| state.is_durable)
+    }
+
+    /// Waits until all that was read so far is written, or the copy has failed. For simulations, in which no thread may be ahead.
+    pub fn settle(&self) {
+        let mut state = self.lock();
+        while !state.has_failed && (state.is_writing || !state.queue.is_empty()) {
+            state = self.shared.changed.wait(state).expect("nobody panics with it");
+        }
     }
 
     /// Waits for the writing thread.
@@ -436,17 +447,19 @@ fn write(shared: &Shared, mut target: Box<dyn Target>, bytes: u64) {
             state.fail(error);
         }
         let piece = loop {
+            state.is_writing = false;
             if state.has_failed || state.is_dropped {
                 drop(state);
                 return shared.changed.notify_all();
             }
             if let Some(piece) = state.queue.pop_front() {
-                state.writes_since = Instant::now();
+                (state.is_writing, state.writes_since) = (true, Instant::now());
                 break Some(piece);
             }
             if state.is_all {
                 break None;
             }
+            shared.changed.notify_all();
             state = shared.changed.wait(state).expect("nobody panics with it");
         };
         drop(state);

@@ -42,7 +42,14 @@ impl World {
             }
             self.keeper.is_some()
         };
-        let copied = steps(40).then(|| frozen.copy(|_| steps(20)));
+        let mut steps = |most| {
+            frozen.settle();
+            let goes_on = steps(most);
+            frozen.settle();
+            goes_on
+        };
+        // Nothing was copied: the copy waits for its thread, for a time that no seed tells.
+        let copied = steps(40).then(|| frozen.copy(|copied| copied == 0 || steps(20)));
         self.is_saving = false;
         match copied {
             Some(Ok(())) if read(&target) != before => {
