@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::process::Command;
 
-use hearth_api::{DumpState, EventKind, MachineState};
+use hearth_api::{DumpState, EventKind, MachineState, RemountPlan};
 use hearth_vmtest::libvirt::{DomainDisk, LibvirtVm};
 use hearth_vmtest::{Drives, LoopDevice, Result};
 
@@ -69,6 +69,34 @@ fn changed_image_is_not_answered_from_memory() -> Result<()> {
     vm.start()?;
     assert!(vm.events()?.iter().any(|record| matches!(record.event, EventKind::DiskForgotten { .. })));
     files.verify()?;
+    assert_eq!(files.ember()?.pages_served, 0);
+    Ok(())
+}
+
+/// What the domain reads until it is ready outlives its memory and its keeper.
+#[test]
+fn boot_set_of_a_domain_is_kept_without_its_memory() -> Result<()> {
+    let folder = tempfile::tempdir().expect("a folder");
+    let file = folder.path().join("boot-set").display().to_string();
+    let remount =
+        format!("[remount]\nlimit = \"64MiB\"\nready_after = \"1d\"\npersist = true\npersist_file = {file:?}");
+    let Some(files) = Files::running_with("remounts", "", &remount)? else { return Ok(()) };
+    let vm = &files.vm;
+    let ready = || {
+        vm.hearth(&["ready", "remounts"])?;
+        let text = vm.hearth(&["remount-plan", "remounts", "--json"])?;
+        Ok::<RemountPlan, hearth_vmtest::Error>(serde_json::from_str(&text).expect("a plan"))
+    };
+    files.verify()?;
+    let held = ready()?.held_blocks;
+    assert!(held >= PAGES * 9 / 10, "{held}");
+    vm.virsh("destroy", &[])?;
+    wait_off(vm)?;
+    vm.hearth(&["stop", "remounts"])?;
+    vm.start()?;
+    files.verify()?;
+    let plan = ready()?;
+    assert!(plan.disks[0].hits >= held * 9 / 10, "{held} blocks were held: {plan:?}");
     assert_eq!(files.ember()?.pages_served, 0);
     Ok(())
 }

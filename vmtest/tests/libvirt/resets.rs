@@ -86,3 +86,40 @@ fn cache_survives_resets_of_a_domain_that_uefi_boots() -> Result<()> {
     let reset: (&str, Deed) = ("virsh reset", |vm| vm.virsh("reset", &[]).map(drop));
     assert_warm_after_each(&vm, "vdb", &[reset; 2])
 }
+
+/// Both disks wait while the blocks are moved, and libvirt's next order waits for QEMU.
+#[test]
+fn order_that_comes_while_the_guest_is_held_loses_nothing() -> Result<()> {
+    let images = image_folder();
+    let disks = ["vda", "vdb"].map(|disk| (disk, images.path().join(disk)));
+    disks.iter().try_for_each(|(_, image)| make_files(image))?;
+    let of_domain = disks.each_ref().map(|(target, image)| DomainDisk { target, image, format: "raw", limits: None });
+    let Some(vm) = LibvirtVm::define("held", MEMORY_MIB, &of_domain)? else { return Ok(()) };
+    vm.hearth(&["attach", "held", "--yes"])?;
+    vm.start()?;
+    vm.start_host()?;
+    let orders: [(&str, Deed); 2] = [
+        ("suspend", |vm| {
+            vm.virsh("suspend", &[])?;
+            vm.virsh("resume", &[]).map(drop)
+        }),
+        ("reset", |vm| vm.virsh("reset", &[]).map(drop)),
+    ];
+    for (what, order) in orders {
+        for (disk, _) in &disks {
+            verify(&vm, disk)?;
+            vm.sh("umount /mnt")?;
+        }
+        let before = vm.status()?.incarnation;
+        vm.virsh("reset", &[])?;
+        order(&vm)?;
+        vm.wait_next_boot()?;
+        assert!(vm.status()?.incarnation > before, "{what}");
+        for (disk, _) in &disks {
+            assert_warm(&vm, disk)?;
+            vm.sh("umount /mnt")?;
+        }
+        assert_within_budget(&vm)?;
+    }
+    Ok(())
+}
