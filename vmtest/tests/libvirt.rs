@@ -126,6 +126,15 @@ fn verify(vm: &LibvirtVm, disk: &str) -> Result<()> {
     vm.sh(&format!("for f in /mnt/f*; do probe verify $f {SEED} || {{ echo in $f; exit 1; }}; done")).map(drop)
 }
 
+/// Reads and checks all files of `vda` and `vdb`, which a new guest has not mounted.
+fn verify_both(vm: &LibvirtVm) -> Result<()> {
+    for disk in ["vda", "vdb"] {
+        vm.sh(&format!("mkdir -p /{disk} && mount -o noatime /dev/{disk} /{disk}"))?;
+        vm.sh(&format!("for f in /{disk}/f*; do probe verify $f {SEED} || {{ echo in $f; exit 1; }}; done"))?;
+    }
+    Ok(())
+}
+
 /// The next guest reads all files of this disk, and the memory of the last one answers.
 #[track_caller]
 fn assert_warm(vm: &LibvirtVm, disk: &str) -> Result<()> {

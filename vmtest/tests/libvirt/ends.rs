@@ -8,7 +8,7 @@ use hearth_vmtest::libvirt::{DomainDisk, LibvirtVm};
 use hearth_vmtest::{Drives, LoopDevice, Result};
 
 use super::crashes::assert_dump;
-use super::{Deed, Files, MEMORY_MIB, PAGES, SEED, assert_within_budget, image_folder, make_files, wait_off};
+use super::{Deed, Files, MEMORY_MIB, PAGES, assert_within_budget, image_folder, make_files, verify_both, wait_off};
 
 #[test]
 fn cache_survives_every_end_of_qemu() -> Result<()> {
@@ -193,13 +193,7 @@ fn both_disks_of_a_domain_are_warm() -> Result<()> {
     vm.hearth(&["attach", "two", "--yes"])?;
     vm.start()?;
     vm.start_host()?;
-    let verify = || {
-        for disk in ["vda", "vdb"] {
-            vm.sh(&format!("mkdir -p /{disk} && mount -o noatime /dev/{disk} /{disk}"))?;
-            vm.sh(&format!("for f in /{disk}/f*; do probe verify $f {SEED} || {{ echo in $f; exit 1; }}; done"))?;
-        }
-        Ok::<_, hearth_vmtest::Error>(())
-    };
+    let verify = || verify_both(&vm);
     verify()?;
     vm.virsh("destroy", &[])?;
     vm.start()?;
