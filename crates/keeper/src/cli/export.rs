@@ -20,7 +20,7 @@ use serde_json::Value;
 
 use super::disk_copy::{Interrupts, make};
 use super::{CliError, Context, Exit, events};
-use crate::machine::SINCE_SUFFIX;
+use crate::machine::image_over;
 
 const PROGRAM: &str = "qemu-nbd";
 const SOCKET_PREFIX: &str = "export-";
@@ -121,18 +121,9 @@ impl Copy {
     }
 }
 
-impl Copy {
-    /// The image over it that tells what was written since a checkpoint.
-    fn since(&self) -> PathBuf {
-        let mut path = self.0.clone().into_os_string();
-        path.push(SINCE_SUFFIX);
-        path.into()
-    }
-}
-
 impl Drop for Copy {
     fn drop(&mut self) {
-        for path in [&self.0, &self.since()] {
+        for path in [&self.0, &image_over(&self.0)] {
             match fs::remove_file(path) {
                 Err(error) if error.kind() != io::ErrorKind::NotFound => {
                     eprintln!("hearth: cannot remove {}: {error}", path.display());
@@ -196,7 +187,7 @@ fn start(copy: &Copy, format: &str, since: Option<&str>, socket: &Socket) -> Res
     command.arg("--pid-file").arg(socket.ready());
     command.arg("--socket").arg(&socket.0);
     match since {
-        Some(bitmap) => command.args(["--bitmap", bitmap, "--format", "qcow2", "--"]).arg(copy.since()),
+        Some(bitmap) => command.args(["--bitmap", bitmap, "--format", "qcow2", "--"]).arg(image_over(&copy.0)),
         None => command.args(["--format", format, "--"]).arg(&copy.0),
     };
     command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());

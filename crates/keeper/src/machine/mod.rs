@@ -131,7 +131,7 @@ use backfill::handle_backfill;
 pub use context::{ConfigurationFile, Context, Next, Outside, QemuChoice, load_journal};
 use crash_recovery::CrashRecovery;
 use disk_copy::DiskCopies;
-pub use disk_copy::SINCE_SUFFIX;
+pub use disk_copy::image_over;
 use disks::Disks;
 pub use error::MachineError;
 use fast_remount::FastRemount;

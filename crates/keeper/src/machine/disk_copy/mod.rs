@@ -38,7 +38,7 @@ use super::{Context, Machine};
 use crate::config::DiskFormat;
 use crate::control::Reply;
 use crate::event::{DiskCopyMessage, Event};
-pub use target::SINCE_SUFFIX;
+pub use target::image_over;
 pub use task::Consistency;
 use task::{Stop, Task};
 

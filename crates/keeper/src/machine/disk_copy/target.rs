@@ -12,19 +12,16 @@ use rustix::io::Errno;
 
 use super::apart::apart;
 
-/// What the name of the image over a copy ends with that tells what was written since a checkpoint.
-pub const SINCE_SUFFIX: &str = ".since";
-
 /// What the name of an incomplete copy ends with.
 pub const PARTIAL: &str = ".partial";
 
 /// How long the removal of an incomplete copy is waited for. It goes on after that.
 const REMOVE_PATIENCE: Duration = Duration::from_secs(2);
 
-/// The image over a copy that tells what was written.
-fn image_over(copy: &Path) -> PathBuf {
+/// The image over a copy that tells what was written since a checkpoint.
+pub fn image_over(copy: &Path) -> PathBuf {
     let mut over = copy.as_os_str().to_owned();
-    over.push(SINCE_SUFFIX);
+    over.push(".since");
     over.into()
 }
 
