@@ -331,12 +331,25 @@ impl LibvirtVm {
     /// Starts a keeper as a service manager would, and waits until it answers.
     pub fn start_keeper(&self) -> Result<()> {
         self.run_keeper()?;
+        self.wait_keeper()
+    }
+
+    fn wait_keeper(&self) -> Result<()> {
         self.wait_until("a keeper", || Ok(self.try_hearth(&["status", &self.name])?.0 == 0))
     }
 
     /// Starts a keeper as a service manager would.
     pub fn run_keeper(&self) -> Result<()> {
         self.start_daemon(&["run", &format!("/etc/hearth/{}.toml", self.name)])
+    }
+
+    /// Starts a keeper that is killed in place of a system call: the first that is a thread's call of this name with this number.
+    pub fn start_keeper_killed_at(&self, (call, number): (&str, u32)) -> Result<()> {
+        let injection = format!("inject={call}:signal=KILL:when={number}");
+        let strace = ["strace", "-D", "-f", "-qq", "-o", "/dev/null", "-e", &injection].map(str::to_owned);
+        let keeper = self.hearth_command(&["run", &format!("/etc/hearth/{}.toml", self.name)])?;
+        self.start_process(&[strace.to_vec(), keeper].concat())?;
+        self.wait_keeper()
     }
 
     /// Starts the daemon that follows libvirt's events.
@@ -347,9 +360,12 @@ impl LibvirtVm {
 
     /// Starts `hearth` with these words as a daemon, in a process group of its own.
     pub fn start_daemon(&self, words: &[&str]) -> Result<()> {
+        self.start_process(&self.hearth_command(words)?)
+    }
+
+    fn start_process(&self, command: &[String]) -> Result<()> {
         let log = self.folder.path().join("keeper.log");
         let line = format!("setsid \"$@\" </dev/null >>'{}' 2>&1 &", log.display());
-        let command = self.hearth_command(words)?;
         let command: Vec<_> = ["sh", "-c", &line, "sh"].into_iter().chain(command.iter().map(String::as_str)).collect();
         self.must(&command, "").map(drop)
     }

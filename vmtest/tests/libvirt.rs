@@ -22,6 +22,8 @@ mod kills;
 mod package;
 #[path = "libvirt/resets.rs"]
 mod resets;
+#[path = "libvirt/silence.rs"]
+mod silence;
 
 use std::fs::Permissions;
 use std::os::unix::fs::PermissionsExt;

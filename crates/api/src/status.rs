@@ -410,6 +410,10 @@ pub struct DiskStatus {
     pub bytes: u64,
     /// Whether a QEMU is connected.
     pub connected: bool,
+    /// Whether the connected QEMU has sent nothing, so that its guest may wait for this disk. A QEMU before 9.1 may not notice a
+    /// keeper that follows a dead one.
+    #[serde(default)]
+    pub silent: bool,
     /// Read requests.
     pub reads: u64,
     /// Write requests.

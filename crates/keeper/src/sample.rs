@@ -154,6 +154,7 @@ fn disk() -> DiskStatus {
         read_only: false,
         bytes: 2 << 30,
         connected: true,
+        silent: false,
         reads: 1200,
         writes: 300,
         flushes: 4,

@@ -82,6 +82,16 @@ impl Virsh {
         self.run(&["start", domain]).map(drop)
     }
 
+    /// Has the guest stand still.
+    pub fn suspend(&self, domain: &str) -> Result<(), VirshError> {
+        self.run(&["suspend", domain]).map(drop)
+    }
+
+    /// Has the guest go on.
+    pub fn resume(&self, domain: &str) -> Result<(), VirshError> {
+        self.run(&["resume", domain]).map(drop)
+    }
+
     /// Has QEMU write its guest's memory into this file, registers first. virsh is given up after `patience`; its request may then
     /// still be under way in libvirt's daemon.
     pub fn dump_memory(&self, domain: &str, file: &Path, patience: Duration) -> Result<(), VirshError> {

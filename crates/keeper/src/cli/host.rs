@@ -2,12 +2,14 @@
 //!
 //! - A guest was reset: its keeper is told. Without that, blocks are copied as far as the budget allows, and with it they are moved.
 //! - A guest has crashed, and libvirt keeps its QEMU: `recovery`. Without that, it stands still until somebody ends it.
+//! - A QEMU does not notice that its disks have a new keeper: `silence`. Without that, its guest waits for them for ever.
 //!
 //! Events are lost while libvirt's daemon is away, and a way back can end early. So it also looks at all domains: at its start, when the
 //! events were interrupted, and from time to time. That is one question to each keeper, and one to libvirt only where it is needed.
 
 mod pipe;
 mod recovery;
+mod silence;
 
 use std::collections::HashMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -24,6 +26,7 @@ use crate::attachment::Attachment;
 use crate::client::{Client, ClientError};
 use crate::runtime_root::RuntimeRoot;
 use recovery::Recovery;
+use silence::Silences;
 
 /// Pause before virsh is started again. It ends when libvirt's daemon does.
 const PAUSE: Duration = Duration::from_secs(1);
@@ -35,11 +38,12 @@ struct Host {
     root: RuntimeRoot,
     /// Domains that a thread is busy with because of such an event, and whether there was another one since.
     busy: Mutex<HashMap<(String, DomainEvent), bool>>,
+    silences: Silences,
 }
 
 /// Runs until it is killed.
 pub fn follow(root: &RuntimeRoot) -> Result<Exit, CliError> {
-    let host = Arc::new(Host { root: root.clone(), busy: Mutex::default() });
+    let host = Arc::new(Host { root: root.clone(), busy: Mutex::default(), silences: Silences::default() });
     let (interrupted, interruptions) = mpsc::channel();
     let (resets, looks) = (host.clone(), host.clone());
     // The other follower says that there is no virsh, too.
@@ -128,6 +132,9 @@ impl Host {
             DomainEvent::Crashed => {
                 if let Err(error) = Recovery::of(&self.root, domain).run() {
                     tracing::warn!(domain, error = crate::chain(&error), "cannot bring the domain back");
+                }
+                if let Err(error) = self.silences.end(&self.root, domain) {
+                    tracing::warn!(domain, error = crate::chain(&error), "cannot make QEMU use its disks");
                 }
             }
         }

@@ -286,7 +286,11 @@ fn one_dump(dump: &DumpStatus) -> Vec<String> {
 
 fn one_disk(disk: &DiskStatus) -> Vec<String> {
     let read = disk.read_warm_bytes + disk.read_image_bytes;
-    let connected = if disk.connected { "connected" } else { "not connected" };
+    let connected = match (disk.connected, disk.silent) {
+        (false, _) => "not connected",
+        (true, false) => "connected",
+        (true, true) => "connected, but QEMU does not use it",
+    };
     let access = if disk.read_only { "read-only, " } else { "" };
     let mut rows = vec![
         words("image", format!("{}, {}", disk.path, disk.engine)),

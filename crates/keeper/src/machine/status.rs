@@ -8,7 +8,7 @@ use hearth_api::{
 use hearth_disk::server::DiskServer;
 use hearth_memory::PAGE_BYTES;
 
-use super::disks::Disks;
+use super::disks::{Disks, is_silent};
 use super::gate::MemoryGate;
 use super::nvram::nvram_bytes;
 use super::start::Start;
@@ -131,6 +131,7 @@ fn disk_status(config: &DiskConfig, server: &DiskServer) -> DiskStatus {
         read_only: config.read_only,
         bytes: server.bytes(),
         connected: counters.connected,
+        silent: is_silent(server),
         reads: counters.reads,
         writes: counters.writes,
         flushes: counters.flushes,

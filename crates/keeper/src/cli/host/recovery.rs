@@ -19,6 +19,7 @@ use hearth_libvirt::virsh::{Virsh, VirshError};
 use hearth_recovery::journal::Journal;
 
 use super::pipe::{self, Pipe};
+use super::silence::is_silent;
 use crate::attachment::Attachment;
 use crate::client::{Client, ClientError};
 use crate::folders::registers;
@@ -59,10 +60,10 @@ impl Recovery {
         Self { virsh: Virsh::system(), client, domain: domain.to_owned(), folder: root.machine(domain), is_detached }
     }
 
-    /// Whether the domain waits for its way back, as far as its keeper knows.
+    /// Whether the domain waits for its way back, or its QEMU may not use its disks, as far as its keeper knows.
     pub fn may_be_needed(&self) -> bool {
         match self.client.status() {
-            Ok(status) => matches!(status.state, MachineState::Paused | MachineState::Recovering),
+            Ok(status) => matches!(status.state, MachineState::Paused | MachineState::Recovering) || is_silent(&status),
             Err(ClientError::NotRunning { .. }) => self.is_start_noted(),
             Err(_) => false,
         }
