@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 const STANDARD_INPUT: &str = "/dev/stdin";
 /// What virsh calls a domain whose guest has crashed, and whose QEMU is kept.
 const CRASHED: &str = "crashed";
+const OFF: &str = "shut off";
 /// What it calls one whose QEMU has died, with the reason.
 const DIED: [&str; 2] = ["shut off (crashed)", "shut off (failed)"];
 /// How long a guest's agent may take to freeze or thaw.
@@ -127,6 +128,11 @@ impl Virsh {
     pub fn has_died(&self, domain: &str) -> Result<bool, VirshError> {
         let state = self.run(&["domstate", "--reason", domain])?;
         Ok(DIED.contains(&state.trim()))
+    }
+
+    /// Whether the domain has no QEMU.
+    pub fn is_off(&self, domain: &str) -> Result<bool, VirshError> {
+        self.state(domain).map(|state| state == OFF)
     }
 
     /// What the domain is doing: `running`, `shut off`.

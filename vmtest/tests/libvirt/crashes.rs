@@ -232,3 +232,18 @@ fn guest_that_panics_before_it_uses_its_disk_comes_back() -> Result<()> {
     assert_eq!((status.state, status.incarnation), (MachineState::Running, 1), "{status:?}");
     Ok(())
 }
+
+#[test]
+fn domain_comes_back_though_libvirt_dies_while_it_starts_it() -> Result<()> {
+    let Some(files) = Files::running_with("unfinished", "", "")? else { return Ok(()) };
+    let vm = &files.vm;
+    vm.start_host()?;
+    files.verify()?;
+    vm.panic()?;
+    // libvirt's hook has had the disks served, and QEMU is about to be started.
+    vm.wait_until("the start", || Ok(vm.status()?.state == MachineState::Starting))?;
+    vm.command(&["pkill", "-KILL", "-x", "libvirtd"], "")?;
+    vm.start_libvirt()?;
+    vm.wait_next_boot()?;
+    files.assert_warm()
+}

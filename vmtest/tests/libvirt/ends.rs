@@ -43,9 +43,10 @@ fn guest_goes_on_under_the_next_keeper() -> Result<()> {
     let Some(files) = Files::running("orphan")? else { return Ok(()) };
     let vm = &files.vm;
     files.verify()?;
-    let nonce = vm.nonce()?;
+    let (nonce, uptime_s) = (vm.nonce()?, vm.status()?.uptime_s);
     vm.kill_keeper()?;
     vm.start_keeper()?;
+    assert!(vm.status()?.uptime_s > uptime_s);
     vm.wait_until("QEMU is connected", || Ok(vm.status()?.disks.iter().all(|disk| disk.connected)))?;
     vm.sh("echo 3 >/proc/sys/vm/drop_caches")?;
     files.verify()?;

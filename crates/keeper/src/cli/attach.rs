@@ -141,7 +141,7 @@ pub fn detach(context: &mut Context<'_>, arguments: &DetachArguments) -> Result<
     let plain = detached(&current, &before, &name, &context.root)?;
     virsh.define(&plain)?;
     // Its keeper may have died, and the next one needs the files.
-    if virsh.state(&name)? != "shut off" && is_served(&virsh, &name, &context.root)? {
+    if !virsh.is_off(&name)? && is_served(&virsh, &name, &context.root)? {
         attachment.note_detached().map_err(|source| CliError::File { path: attachment.file(), source })?;
         context
             .write_line(&format!("{name} is detached from its next start on; until then Hearth serves its disks"))?;

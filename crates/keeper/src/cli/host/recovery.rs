@@ -148,9 +148,8 @@ impl Recovery {
                 // Somebody else was faster.
                 Ok(status) if status.incarnation != incarnation => return Ok(()),
                 Ok(MachineStatus { state: MachineState::Recovering, next_start: None, .. }) => {
-                    match self.virsh.start(&self.domain) {
-                        Ok(()) => return Ok(()),
-                        Err(error) => tracing::warn!(domain = self.domain, %error, "trying again"),
+                    if self.try_start() {
+                        return Ok(());
                     }
                     thread::sleep(START_AGAIN);
                 }
@@ -162,7 +161,14 @@ impl Recovery {
                 Ok(MachineStatus { state: MachineState::Stopping | MachineState::Stopped, .. }) => return Ok(()),
                 // Somebody goes on with it.
                 Ok(MachineStatus { state: MachineState::Running, .. }) => return Ok(()),
-                // The crashed guest's memory is not ready, or somebody else is starting the domain.
+                // libvirt's daemon has died after it had the disks served, or somebody else is starting the domain.
+                Ok(MachineStatus { state: MachineState::Starting, .. }) if self.is_off() => {
+                    thread::sleep(START_AGAIN);
+                    if self.is_off() {
+                        self.try_start();
+                    }
+                }
+                // The crashed guest's memory is not ready, or QEMU does not use its disks yet.
                 Ok(_) => thread::sleep(LOOK_EVERY),
                 Err(ClientError::NotRunning { .. }) if self.is_detached => {
                     return Ok(self.virsh.start(&self.domain)?);
@@ -174,6 +180,20 @@ impl Recovery {
                 }
             }
         }
+    }
+
+    /// Whether the domain is off, as far as libvirt answers.
+    fn is_off(&self) -> bool {
+        self.virsh.is_off(&self.domain).unwrap_or(false)
+    }
+
+    /// Starts the domain. Returns whether libvirt has.
+    fn try_start(&self) -> bool {
+        let started = self.virsh.start(&self.domain);
+        if let Err(error) = &started {
+            tracing::warn!(domain = self.domain, %error, "trying again");
+        }
+        started.is_ok()
     }
 
     /// Starts the domain if its keeper has died before it did. libvirt's hook starts the next one.

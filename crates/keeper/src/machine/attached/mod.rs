@@ -111,7 +111,8 @@ struct Life {
 
 impl Life {
     fn new(process: Process, incarnation: Option<Incarnation>) -> Self {
-        Self { process, incarnation, began: Instant::now(), is_reported: false, crash: None }
+        let began = process.began().unwrap_or_else(Instant::now);
+        Self { process, incarnation, began, is_reported: false, crash: None }
     }
 }
 
