@@ -176,3 +176,29 @@ fn compress(path: &Path) -> Result<(), DebError> {
     shell::output(gzip.args(["-9", "--no-name", "--recursive"]).arg(path)).map(drop)?;
     Ok(())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn units_are_no_more_exposed_than_documented() {
+        let folder = tempfile::tempdir().unwrap();
+        // Ten times what docs/operations.md says.
+        for (unit, exposure, text) in [
+            ("hearth@web.service", 55, include_str!("../../packaging/hearth@.service")),
+            ("hearth-host.service", 17, include_str!("../../packaging/hearth-host.service")),
+        ] {
+            let file = folder.path().join(unit);
+            fs::write(&file, text).unwrap();
+            let mut analyze = Command::new("systemd-analyze");
+            let threshold = format!("--threshold={exposure}");
+            let Ok(output) = analyze.args(["security", "--offline=true", "--no-pager", &threshold]).arg(&file).output()
+            else {
+                eprintln!("systemd-analyze is not installed: nothing was checked");
+                return;
+            };
+            assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout));
+        }
+    }
+}
