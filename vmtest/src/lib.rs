@@ -29,6 +29,7 @@ mod error;
 pub mod fat;
 pub mod faults;
 pub mod fleet;
+pub mod fresh_host;
 mod guest;
 mod hearth;
 pub mod host_reload;

@@ -131,8 +131,9 @@ pub fn hearth(version: &str) -> Result<PathBuf, DebError> {
     Ok(result)
 }
 
-const FILES: [(&str, &str, u32); 6] = [
+const FILES: [(&str, &str, u32); 7] = [
     ("usr/lib/systemd/system/hearth@.service", include_str!("../../packaging/hearth@.service"), 0o644),
+    ("usr/lib/systemd/user/hearth@.service", include_str!("../../packaging/user/hearth@.service"), 0o644),
     (
         "usr/lib/systemd/system/hearth-host-reload.service",
         include_str!("../../packaging/hearth-host-reload.service"),

@@ -22,6 +22,7 @@ mod event;
 mod event_log;
 mod fleet_lock;
 mod folders;
+mod home;
 mod host_reload;
 mod http;
 mod in_force;

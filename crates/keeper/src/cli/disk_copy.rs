@@ -29,8 +29,10 @@ const CANCEL_PATIENCE: Duration = Duration::from_secs(2);
 #[derive(Debug, Args)]
 pub struct CopyDiskArguments {
     /// Name of the machine.
+    #[arg(add = super::complete::machines())]
     name: String,
     /// Name of the disk, as shown by `hearth status`.
+    #[arg(add = super::complete::disks())]
     disk: String,
     /// File to create; must not exist.
     file: PathBuf,

@@ -35,8 +35,10 @@ const ERROR_BYTES_MAX: u64 = 4096;
 #[derive(Debug, Args)]
 pub struct ExportArguments {
     /// Name of the machine.
+    #[arg(add = super::complete::machines())]
     name: String,
     /// Name of the disk, as shown by `hearth status`.
+    #[arg(add = super::complete::disks())]
     disk: String,
     /// Begin a checkpoint of this name at the moment of the export.
     #[arg(long, value_name = "NAME")]

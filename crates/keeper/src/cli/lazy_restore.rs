@@ -50,6 +50,7 @@ pub struct RestoreArguments {
     /// Snapshot folder, or an address such as s3://BUCKET/PREFIX.
     ///
     /// Addresses of gs, az, abfs and https work too; see docs/object-store.md.
+    #[arg(add = super::complete::snapshots())]
     snapshot: PathBuf,
     /// Name of the new machine (default: the saved machine's).
     #[arg(long = "as", value_name = "NAME")]

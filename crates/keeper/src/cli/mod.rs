@@ -9,7 +9,8 @@ use std::io::{self, Write};
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use clap::{Args, Parser, Subcommand};
+use clap::{Args, CommandFactory, Parser, Subcommand};
+use clap_complete::CompleteEnv;
 use hearth_api::{CrashMethod, CrashRequest, RebootRequest, StopRequest};
 use hearth_disk::image::OverlayError;
 use hearth_libvirt::virsh::VirshError;
@@ -19,8 +20,10 @@ use hearth_recovery::vmcore::FileError;
 use hearth_recovery::vmcore::linux::NotUnderstood;
 
 use crate::client::ClientError;
+use crate::config::{is_name, name_hint};
 use crate::fleet_lock::FleetLockError;
 use crate::folders::FolderError;
+use crate::home::Home;
 use crate::host_reload::RecordError;
 use crate::machine::MachineError;
 use crate::problem::Problem;
@@ -32,6 +35,7 @@ mod age;
 mod attach;
 mod backing;
 mod clone;
+mod complete;
 mod configuration;
 mod console;
 mod disk_copy;
@@ -48,6 +52,7 @@ mod lazy_restore;
 mod list;
 mod log;
 mod machine;
+mod new;
 mod object_store;
 mod order;
 mod pages;
@@ -55,7 +60,10 @@ mod parked;
 mod plan;
 mod rehearse;
 mod rejuvenation;
+mod rm;
 mod save;
+mod service;
+mod set;
 mod status;
 #[cfg(test)]
 mod tests;
@@ -113,6 +121,9 @@ Exit codes:
 
 const EXAMPLES: &str = "\
 Examples:
+  hearth new web --image debian-12.qcow2 --ssh-key ~/.ssh/id.pub
+                                   create a machine from a disk image
+  hearth start web                 start it in the background, as a systemd unit
   hearth check web.toml            report everything wrong with a configuration
   hearth run web.toml              start the machine; stays in the foreground
   hearth status web                show the machine's state and how its ember was used
@@ -147,6 +158,12 @@ pub struct Cli {
 
 #[derive(Debug, Subcommand)]
 enum Verb {
+    /// Create a machine from a disk image.
+    ///
+    /// Writes the machine's configuration and a disk over the image, for root below /etc/hearth and /var/lib/hearth, for others
+    /// below ~/.config/hearth and ~/.local/state/hearth. Then checks it as `check` does, and prints the next command.
+    #[command(after_help = "Example: hearth new web --image debian-12.qcow2 --ssh-key ~/.ssh/id.pub --forward 8080:80")]
+    New(new::NewArguments),
     /// Start a machine and supervise it in the foreground.
     ///
     /// If only the keeper died and its QEMU still runs, the new keeper takes it over. SIGTERM or Ctrl-C asks the guest
@@ -219,6 +236,26 @@ enum Verb {
         #[command(flatten)]
         wait: WaitArgument,
     },
+    /// Start a machine in the background, as a systemd unit.
+    ///
+    /// The unit is hearth@NAME: the system's for root, the user's own for others. It needs a configuration where `new` writes it.
+    Start(NameArgument),
+    /// Have a machine start with the host.
+    Enable(NameArgument),
+    /// Have a machine no longer start with the host.
+    ///
+    /// If it runs, it keeps running.
+    Disable(NameArgument),
+    /// Change keys of a machine's configuration.
+    ///
+    /// The file keeps its comments. A change that would keep the machine from running is refused. For a running machine, the output
+    /// says what each change waits for.
+    #[command(after_help = "Example: hearth set web cpus=2 'nets[0].forward=[\"8080:80\"]'")]
+    Set(set::SetArguments),
+    /// Remove a stopped machine and the files that Hearth made for it.
+    ///
+    /// Lists them first, and asks. Images that Hearth did not make stay, and so does the one that `new` started from.
+    Rm(rm::RemoveArguments),
     /// Power a machine off and end its keeper.
     ///
     /// The guest is asked to shut down. After a minute its power is cut.
@@ -309,6 +346,7 @@ enum Verb {
         /// Snapshot folder, or an address such as s3://BUCKET/PREFIX.
         ///
         /// Addresses of gs, az, abfs and https work too; see docs/object-store.md.
+        #[arg(add = complete::snapshots())]
         snapshot: PathBuf,
         #[command(flatten)]
         store: object_store::StoreArguments,
@@ -379,6 +417,7 @@ enum Verb {
         #[command(flatten)]
         machine: NameArgument,
         /// Name of the disk, as shown by `hearth status`.
+        #[arg(add = complete::disks())]
         disk: String,
     },
     /// Inspect a dump of a guest's memory.
@@ -435,6 +474,7 @@ struct FileArgument {
 #[derive(Debug, Args)]
 struct NameArgument {
     /// Name of the machine.
+    #[arg(add = complete::machines())]
     name: String,
 }
 
@@ -468,6 +508,8 @@ pub enum CliError {
         "{file}: the machine's QEMU (pid {qemu_pid}) still runs; correct the file, then take it over with `hearth run`"
     )]
     CannotTakeOver { file: PathBuf, qemu_pid: u32, problems: Vec<Problem> },
+    #[error("{file} is not changed: with that the machine could not run")]
+    NotSet { file: PathBuf, problems: Vec<Problem> },
     #[error("{name} cannot be attached")]
     NotAttachable { name: String, problems: Vec<Problem> },
     #[error("{name} cannot be imported")]
@@ -533,7 +575,7 @@ impl CliError {
             Self::NotRunning { .. } | Self::Off { .. } | Self::Orphaned { .. } | Self::Parked { .. } => {
                 Exit::NotRunning
             }
-            Self::Configuration { .. } => Exit::Wrong,
+            Self::Configuration { .. } | Self::NotSet { .. } => Exit::Wrong,
             Self::Unready { problems, .. } => Exit::of(problems),
             Self::CannotTakeOver { .. } => Exit::Later,
             // What the check refuses too, unless two keepers start at the same moment.
@@ -554,6 +596,7 @@ struct Context<'a> {
 
 /// The whole program. `run` supervises a machine until it has stopped.
 pub fn main(run: fn(Start) -> ExitCode) -> ExitCode {
+    CompleteEnv::with_factory(Cli::command).complete();
     let cli = Cli::parse();
     log::start();
     let mut out = io::stdout().lock();
@@ -597,6 +640,7 @@ fn complain(error: &CliError) {
         return;
     }
     if let CliError::Configuration { problems, .. }
+    | CliError::NotSet { problems, .. }
     | CliError::NotAttachable { problems, .. }
     | CliError::NotImportable { problems, .. }
     | CliError::Unready { problems, .. }
@@ -618,6 +662,12 @@ fn perform(verb: Verb, json: bool, root: Option<PathBuf>, out: &mut dyn Write) -
         Verb::Attach(arguments) => attach::attach(context, &arguments),
         Verb::Detach(arguments) => attach::detach(context, &arguments),
         Verb::Import(arguments) => import::import(context, arguments),
+        Verb::New(arguments) => new::new(context, arguments),
+        Verb::Start(NameArgument { name }) => service::perform(context, service::Verb::Start, &name),
+        Verb::Enable(NameArgument { name }) => service::perform(context, service::Verb::Enable, &name),
+        Verb::Disable(NameArgument { name }) => service::perform(context, service::Verb::Disable, &name),
+        Verb::Set(arguments) => set::set(context, &arguments),
+        Verb::Rm(arguments) => rm::remove(context, &arguments),
         Verb::Host => host::follow(&context.root),
         Verb::Hook(arguments) => hook::perform(&context.root, &arguments),
         Verb::Ls => list::list(context),
@@ -649,6 +699,28 @@ fn perform(verb: Verb, json: bool, root: Option<PathBuf>, out: &mut dyn Write) -
         Verb::Completions { shell } => pages::completions(context, shell),
         Verb::Man { folder } => pages::manual(context, &folder),
     }
+}
+
+/// The home of a machine of this name.
+fn home(name: &str) -> Result<Home, CliError> {
+    match is_name(name) {
+        true => Ok(Home::of(name)),
+        false => {
+            Err(CliError::Machine { name: name.to_owned(), what: format!("is not a valid name; {}", name_hint()) })
+        }
+    }
+}
+
+/// The home of a machine that has a configuration there.
+fn existing_home(name: &str) -> Result<Home, CliError> {
+    let home = home(name)?;
+    if home.file().exists() { Ok(home) } else { Err(no_machine(&home)) }
+}
+
+fn no_machine(home: &Home) -> CliError {
+    let (name, file) = (home.name().to_owned(), home.file().display().to_string());
+    let what = format!("there is no {file}; `hearth new {name} --image FILE` makes a machine");
+    CliError::Machine { name, what }
 }
 
 /// The keeper may run in another folder.

@@ -4,12 +4,16 @@ use std::fs::{self, File};
 use std::path::Path;
 
 use clap::CommandFactory;
+use clap_complete::env::Shells;
 
 use super::{Cli, CliError, Context, Exit};
 
+/// The script has the shell ask this program, as `complete` answers it.
 pub fn completions(context: &mut Context<'_>, shell: clap_complete::Shell) -> Result<Exit, CliError> {
     let mut script = Vec::new();
-    clap_complete::generate(shell, &mut Cli::command(), "hearth", &mut script);
+    let completer = Shells::builtins();
+    let completer = completer.completer(&shell.to_string()).expect("the same crate has both lists");
+    completer.write_registration("COMPLETE", "hearth", "hearth", "hearth", &mut script)?;
     context.out.write_all(&script)?;
     Ok(Exit::Done)
 }

@@ -27,6 +27,7 @@ pub struct RehearseArguments {
     /// Snapshot folder, or an address such as s3://BUCKET/PREFIX.
     ///
     /// Addresses of gs, az, abfs and https work too; see docs/object-store.md.
+    #[arg(add = super::complete::snapshots())]
     snapshot: PathBuf,
     /// How long to watch the clone, in seconds.
     #[arg(long = "for", value_name = "SECONDS", default_value_t = 20, value_parser = clap::value_parser!(u64).range(..=SECONDS_MAX))]

@@ -695,14 +695,18 @@ fn later_of_two_keepers_may_try_again() {
 #[test]
 fn completions_and_manual_pages_know_every_verb() {
     let fixture = fixture();
-    let script = fixture.output(&["completions", "bash"]);
+    // The script asks the program for the words.
+    assert!(fixture.output(&["completions", "bash"]).contains("COMPLETE=\"bash\""));
+    let typed = ["hearth", ""].map(Into::into).to_vec();
+    let offered = clap_complete::engine::complete(&mut Cli::command(), typed, 1, None).unwrap();
     let folder = fixture.folder.path().join("man");
     std::fs::create_dir(&folder).unwrap();
     fixture.output(&["man", folder.to_str().unwrap()]);
     let main = std::fs::read_to_string(folder.join("hearth.1")).unwrap();
     assert!(main.contains("Exit codes"), "{main}");
     for verb in Cli::command().get_subcommands() {
-        assert!(script.contains(verb.get_name()), "{}", verb.get_name());
+        let is_offered = offered.iter().any(|word| word.get_value() == verb.get_name());
+        assert_eq!(is_offered, !verb.is_hide_set(), "{}", verb.get_name());
         let page = std::fs::read_to_string(folder.join(format!("hearth-{}.1", verb.get_name()))).unwrap();
         assert!(page.contains(verb.get_name()), "{page}");
     }
@@ -723,8 +727,12 @@ fn closed_output_is_not_a_failure() {
 
 /// This program must accept the commands in the unit files.
 #[test]
-fn the_systemd_unit_uses_verbs_that_exist() {
-    let unit = include_str!("../../../../packaging/hearth@.service");
+fn the_systemd_units_use_verbs_that_exist() {
+    check_unit(include_str!("../../../../packaging/hearth@.service"));
+    check_unit(include_str!("../../../../packaging/user/hearth@.service"));
+}
+
+fn check_unit(unit: &str) {
     let commands: Vec<&str> = unit
         .lines()
         .filter_map(|line| line.strip_prefix("Exec")?.split_once('='))

@@ -16,6 +16,7 @@ const LOOK_EVERY: Duration = Duration::from_millis(20);
 #[derive(Debug, Args)]
 pub struct UpgradeKeeperArguments {
     /// Name of the machine.
+    #[arg(add = super::complete::machines())]
     name: String,
     /// Program to switch to (default: the keeper's own path).
     #[arg(long, value_name = "PATH")]

@@ -7,7 +7,7 @@
 //! (files, ports, QEMU): `check` does.
 
 use std::fs;
-use std::net::IpAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::path::{Path, PathBuf};
 
 use hearth_api::{DumpCompression, DumpFormat, EmberMode};
@@ -17,6 +17,7 @@ use serde::Serialize;
 use crate::problem::Problem;
 use crate::runtime_root::RuntimeRoot;
 
+mod edit;
 #[cfg(test)]
 pub mod every_key;
 mod fields;
@@ -29,7 +30,7 @@ mod quantity;
 mod shape;
 mod snapshot;
 
-#[cfg(test)]
+pub use edit::edit;
 pub use fields::{Effect, Field, Section};
 #[cfg(test)]
 pub use file::FIELDS;
@@ -37,6 +38,7 @@ pub use file::{BootSection, ConfigFile, DiskSection, NetSection, ObjectStoreSect
 pub use hearth_qemu::Wanted;
 pub use hearth_qemu::launch::Boot;
 pub use living::{Configured, InForce};
+pub use meaning::{is_name, name_hint};
 pub use origin::{HostKey, Setting};
 pub use page::page;
 pub use quantity::{SECONDS_MAX, seconds, size_bytes};
@@ -368,6 +370,14 @@ pub struct Forward {
 pub enum Protocol {
     Tcp,
     Udp,
+}
+
+impl Forward {
+    /// `127.0.0.1:8080 -> port 80 of the guest`.
+    pub fn words(&self) -> String {
+        let protocol = if self.protocol == Protocol::Udp { "UDP " } else { "" };
+        format!("{protocol}{} -> port {} of the guest", SocketAddr::new(self.host, self.host_port), self.guest_port)
+    }
 }
 
 impl DevicesConfig {

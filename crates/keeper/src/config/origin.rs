@@ -22,7 +22,7 @@ pub struct HostKey {
 #[derive(Clone, Debug, PartialEq)]
 pub struct Setting {
     pub key: String,
-    value: Value,
+    pub(super) value: Value,
 }
 
 impl Setting {
@@ -44,7 +44,7 @@ impl Setting {
 }
 
 /// The key's path: names, some with an index.
-fn steps(key: &str) -> Option<Vec<(&str, Option<usize>)>> {
+pub(super) fn steps(key: &str) -> Option<Vec<(&str, Option<usize>)>> {
     let is_name = |name: &str| !name.is_empty() && name.bytes().all(|byte| byte.is_ascii_lowercase() || byte == b'_');
     let step = |step| match str::split_once(step, '[') {
         Some((name, position)) => Some((name, Some(position.strip_suffix(']')?.parse().ok()?))),

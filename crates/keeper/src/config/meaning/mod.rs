@@ -20,6 +20,7 @@ use super::{
     QemuConfig, Wanted, WatchdogAction,
 };
 use crate::folders::CACHE_MAP;
+use crate::home::state_folder;
 use crate::problem::Problem;
 use crate::runtime_root::{HOPS_LOCK, RuntimeRoot};
 
@@ -75,18 +76,6 @@ fn is_of_earlier_keeper(folder: &Path) -> bool {
 
 pub(super) fn default_dump_folder(machine: &str) -> PathBuf {
     state_folder(machine).join("dumps")
-}
-
-/// The state folder: /var/lib for root, the user's state folder for others.
-fn state_folder(machine: &str) -> PathBuf {
-    let state = if rustix::process::geteuid().is_root() {
-        PathBuf::from("/var/lib")
-    } else {
-        let of_user = std::env::var_os("XDG_STATE_HOME").map(PathBuf::from).filter(|path| path.is_absolute());
-        let home = || std::env::home_dir().unwrap_or_else(|| "/var/tmp".into()).join(".local/state");
-        of_user.unwrap_or_else(home)
-    };
-    state.join("hearth").join(machine)
 }
 
 pub(super) fn default_dump_threads() -> u32 {
@@ -212,6 +201,18 @@ pub fn resolve(
     })
 }
 
+/// Whether this can be the name of a machine or disk.
+pub fn is_name(name: &str) -> bool {
+    let plain = |letter: char| letter.is_ascii_alphanumeric() || "-_.".contains(letter);
+    let begins_well = name.starts_with(|letter: char| letter.is_ascii_alphanumeric());
+    begins_well && name.len() <= NAME_BYTES_MAX && name.chars().all(plain)
+}
+
+/// How a name must be.
+pub fn name_hint() -> String {
+    format!("use 1 to {NAME_BYTES_MAX} letters, digits, \"-\", \"_\" or \".\", beginning with a letter or digit")
+}
+
 struct Resolver<'a> {
     folder: &'a Path,
     blamed: &'a HashSet<String>,
@@ -250,15 +251,9 @@ impl Resolver<'_> {
 
     /// Names become file names and labels.
     fn checked_name(&mut self, subject: &str, name: String) -> Option<String> {
-        let plain = |letter: char| letter.is_ascii_alphanumeric() || "-_.".contains(letter);
-        let good = name.starts_with(|letter: char| letter.is_ascii_alphanumeric())
-            && name.len() <= NAME_BYTES_MAX
-            && name.chars().all(plain);
+        let good = is_name(&name);
         if !good {
-            let hint = format!(
-                "use 1 to {NAME_BYTES_MAX} letters, digits, \"-\", \"_\" or \".\", beginning with a letter or digit"
-            );
-            self.problem(subject, format!("\"{name}\" is not a valid name"), hint);
+            self.problem(subject, format!("\"{name}\" is not a valid name"), name_hint());
         }
         good.then_some(name)
     }

@@ -1,0 +1,294 @@
+//! `new`: a machine from a disk image, in one line.
+//!
+//! name, key, ports -> configuration, read as `check` reads it -> disk over the image, seed -> NAME.toml, last -> checked
+//!
+//! The image is only read: the machine's own disk is an overlay over it, made at once, and one image serves any number of
+//! machines. If anything fails, nothing is left.
+
+use std::collections::BTreeSet;
+use std::fs::{self, DirBuilder, File, OpenOptions};
+use std::io::{self, Read, Write};
+use std::net::{Ipv4Addr, TcpListener};
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+
+use clap::Args;
+use hearth_disk::image::create_overlay;
+use serde::Serialize;
+
+use super::{CliError, Context, Exit, absolute, service};
+use crate::check::{self, Purpose};
+use crate::config::{Config, ConfigFile, DiskFormat, DiskSection, Forward, NetSection};
+use crate::home::Home;
+use crate::problem::Problem;
+
+mod seed;
+
+/// Which user QEMU becomes under root.
+const OWN_USER: &str = "auto";
+const QCOW2_MAGIC: [u8; 4] = *b"QFI\xfb";
+/// Where ssh listens in the guest, and from where on a port of the host is chosen for it.
+const SSH_PORT: u16 = 22;
+const SSH_FROM: u16 = 2222;
+
+#[derive(Debug, Args)]
+pub struct NewArguments {
+    /// Name of the machine.
+    name: String,
+    /// Disk image to start from; it is only read.
+    ///
+    /// A file in the format raw or qcow2, such as a distribution's cloud image. It must stay where it is, and as it is.
+    #[arg(long, value_name = "FILE")]
+    image: PathBuf,
+    /// Public key that may log in as the user hearth.
+    ///
+    /// Adds a disk for the guest's cloud-init, and forwards a port to ssh.
+    #[arg(long, value_name = "FILE")]
+    ssh_key: Option<PathBuf>,
+    /// Guest RAM.
+    #[arg(long, value_name = "SIZE", default_value = "1GiB")]
+    memory: String,
+    /// Host port forwarded into the guest, as PORT:GUESTPORT.
+    ///
+    /// May be repeated. HOSTIP:PORT:GUESTPORT listens at another address than 127.0.0.1.
+    #[arg(long, value_name = "FORWARD")]
+    forward: Vec<String>,
+}
+
+/// What `new --json` prints.
+#[derive(Serialize)]
+struct Report<'a> {
+    name: &'a str,
+    file: PathBuf,
+    disk: PathBuf,
+    seed: Option<PathBuf>,
+    forward: &'a [Forward],
+    warnings: &'a [Problem],
+    next: String,
+}
+
+pub fn new(context: &mut Context<'_>, arguments: NewArguments) -> Result<Exit, CliError> {
+    let home = super::home(&arguments.name)?;
+    must_be_free(&home)?;
+    let image = absolute(arguments.image);
+    let format = format_of(&image).map_err(|source| CliError::File { path: image.clone(), source })?;
+    let keys = arguments.ssh_key.as_deref().map(read_keys).transpose()?;
+    let mut forward = arguments.forward;
+    // A forward that cannot be understood is reported below.
+    if keys.is_some() && !forward.iter().any(|text| text.ends_with(&format!(":{SSH_PORT}"))) {
+        forward.push(format!("{}:{SSH_PORT}", free_port(context)?));
+    }
+    let text = text(&configuration(&home, &arguments.memory, forward, keys.is_some()));
+    let file = home.file();
+    let config = Config::parse(&text, &file, &context.root)
+        .map_err(|problems| CliError::Configuration { file: file.clone(), problems })?;
+    let made = write(&home, (&image, format), keys.as_deref(), &text);
+    let checked = made.and_then(|()| must_run(context, &config));
+    let warnings = checked.inspect_err(|_| remove(&home))?;
+    tell(context, &home, &config, &image, &warnings)?;
+    Ok(Exit::Done)
+}
+
+fn must_be_free(home: &Home) -> Result<(), CliError> {
+    match [home.file(), home.disk(), home.seed()].into_iter().find(|path| path.exists()) {
+        Some(path) => {
+            let name = home.name().to_owned();
+            let what = format!("{} exists already; choose another name, or `hearth rm {name}`", path.display());
+            Err(CliError::Machine { name, what })
+        }
+        None => Ok(()),
+    }
+}
+
+/// The image's format, by its first bytes.
+fn format_of(image: &Path) -> io::Result<DiskFormat> {
+    let mut magic = Vec::new();
+    File::open(image)?.take(QCOW2_MAGIC.len() as u64).read_to_end(&mut magic)?;
+    Ok(if magic == QCOW2_MAGIC { DiskFormat::Qcow2 } else { DiskFormat::Raw })
+}
+
+fn read_keys(path: &Path) -> Result<Vec<String>, CliError> {
+    let keys = seed::read_keys(path).map_err(|source| CliError::File { path: path.to_owned(), source })?;
+    keys.map_err(|what| CliError::Machine { name: path.display().to_string(), what: what.to_owned() })
+}
+
+/// A port that nobody listens at, and that no other machine of this user has.
+fn free_port(context: &Context<'_>) -> Result<u16, CliError> {
+    let others = Home::names().into_iter().filter_map(|name| Config::load(&Home::of(&name).file(), &context.root).ok());
+    let nets: Vec<_> = others.flat_map(|config| config.devices.nets).collect();
+    let forwards = nets.iter().flat_map(|net| net.backend.forward());
+    let taken: BTreeSet<u16> = forwards.map(|forward| forward.host_port).collect();
+    let is_free = |port: &u16| !taken.contains(port) && TcpListener::bind((Ipv4Addr::LOCALHOST, *port)).is_ok();
+    (SSH_FROM..u16::MAX).find(is_free).ok_or_else(|| CliError::Port(io::ErrorKind::AddrInUse.into()))
+}
+
+fn configuration(home: &Home, memory: &str, forward: Vec<String>, has_seed: bool) -> ConfigFile {
+    let disk = |name: &str, path: PathBuf| DiskSection {
+        name: Some(name.to_owned()),
+        path: Some(path.display().to_string()),
+        ..DiskSection::default()
+    };
+    let root = DiskSection { format: Some(DiskFormat::Qcow2.name().to_owned()), ..disk("root", home.disk()) };
+    let seed = has_seed.then(|| DiskSection { read_only: Some(true), ..disk("seed", home.seed()) });
+    let forward = Some(forward).filter(|forward| !forward.is_empty());
+    ConfigFile {
+        name: Some(home.name().to_owned()),
+        memory: Some(memory.to_owned()),
+        qemu_user: rustix::process::geteuid().is_root().then(|| OWN_USER.to_owned()),
+        disks: [root].into_iter().chain(seed).collect(),
+        nets: vec![NetSection { kind: Some("user".to_owned()), forward, ..NetSection::default() }],
+        ..ConfigFile::default()
+    }
+}
+
+/// The file, without lines for sections of which there are none.
+fn text(configuration: &ConfigFile) -> String {
+    let text = configuration.to_text();
+    text.lines().filter(|line| !line.ends_with(" = []")).map(|line| format!("{line}\n")).collect()
+}
+
+/// Makes the machine's files.
+fn write(
+    home: &Home,
+    (image, format): (&Path, DiskFormat),
+    keys: Option<&[String]>,
+    text: &str,
+) -> Result<(), CliError> {
+    let at = |path: &Path| {
+        let path = path.to_owned();
+        |source| CliError::File { path, source }
+    };
+    let file = home.file();
+    let configurations = file.parent().expect("it is in a folder");
+    fs::create_dir_all(configurations).map_err(at(configurations))?;
+    DirBuilder::new().mode(0o700).recursive(true).create(home.folder()).map_err(at(home.folder()))?;
+    create_overlay(&home.disk(), image, format.name())?;
+    if let Some(keys) = keys {
+        seed::create(&home.seed(), home.name(), keys).map_err(at(&home.seed()))?;
+    }
+    write_file(&file, image, text).map_err(at(&file))
+}
+
+fn write_file(path: &Path, image: &Path, text: &str) -> io::Result<()> {
+    let mut file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(path)?;
+    let image = image.display().to_string().replace(['\n', '\r'], " ");
+    write!(file, "# Made by `hearth new` from {image}. All keys: docs/config.md\n\n{text}")?;
+    file.sync_all()?;
+    path.parent().map_or(Ok(()), |folder| File::open(folder)?.sync_all())
+}
+
+/// The warnings of a machine that can run.
+fn must_run(context: &Context<'_>, config: &Config) -> Result<Vec<Problem>, CliError> {
+    let problems = check::check(config, &context.root, Purpose::Check);
+    match problems.iter().any(Problem::is_error) {
+        true => Err(CliError::Unready { file: config.file.clone(), problems }),
+        false => Ok(problems),
+    }
+}
+
+/// Removes what `write` has made: nothing of it was there before.
+fn remove(home: &Home) {
+    for path in [home.file(), home.disk(), home.seed()] {
+        match fs::remove_file(&path) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => {
+                tracing::warn!(%error, path = %path.display(), "cannot remove");
+            }
+            _ => {}
+        }
+    }
+    // It may have been there before, with dumps of an earlier machine.
+    let _ = fs::remove_dir(home.folder());
+}
+
+fn tell(
+    context: &mut Context<'_>,
+    home: &Home,
+    config: &Config,
+    image: &Path,
+    warnings: &[Problem],
+) -> Result<(), CliError> {
+    let (name, file) = (home.name(), home.file());
+    let forward: Vec<Forward> = config.devices.nets.iter().flat_map(|net| net.backend.forward()).copied().collect();
+    let seed = Some(home.seed()).filter(|seed| seed.exists());
+    let foreground = format!("hearth run {}", file.display());
+    let in_background = service::is_there();
+    let next = if in_background { format!("hearth start {name}") } else { foreground.clone() };
+    if context.json {
+        let disk = home.disk();
+        return context.write_json(&Report { name, file, disk, seed, forward: &forward, warnings, next });
+    }
+    for warning in warnings {
+        context.write_line(&warning.to_string())?;
+    }
+    context.write_line(&format!("{name} is a machine now: {}", file.display()))?;
+    context.write_line(&format!(
+        "  disk  {}, over {}, which must stay as it is",
+        home.disk().display(),
+        image.display()
+    ))?;
+    if let Some(seed) = &seed {
+        let user = seed::USER;
+        context.write_line(&format!("  seed  {}: cloud-init makes the user {user} with this key", seed.display()))?;
+    }
+    for forward in &forward {
+        let (host, port, guest) = (forward.host, forward.host_port, forward.guest_port);
+        let line = match guest == SSH_PORT && seed.is_some() {
+            true => format!("  ssh   ssh -p {port} {}@{host}", seed::USER),
+            false => format!("  port  {}", forward.words()),
+        };
+        context.write_line(&line)?;
+    }
+    let next = match in_background {
+        true => format!("Start it: `{next}`, or `{foreground}` to stay in the foreground."),
+        false => format!("Start it: `{next}` (stays in the foreground)."),
+    };
+    context.write_line(&next)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::runtime_root::RuntimeRoot;
+
+    #[test]
+    fn configuration_is_a_machine_with_the_keys_given() {
+        let folder = tempfile::tempdir().unwrap();
+        let home = Home::in_folder("web", folder.path());
+        let typed = configuration(&home, "2G", vec!["8080:80".to_owned(), "2222:22".to_owned()], true);
+        let text = text(&typed);
+        assert!(!text.contains("[]"), "{text}");
+        let config = Config::parse(&text, &home.file(), &RuntimeRoot::new("/run/hearth")).unwrap();
+        assert_eq!((config.name.as_str(), config.guest.memory_bytes), ("web", 2 << 30));
+        let disks: Vec<_> = config.devices.disks.iter().map(|disk| (disk.path.clone(), disk.read_only)).collect();
+        assert_eq!(disks, [(home.disk(), false), (home.seed(), true)]);
+        let ports: Vec<_> = config.devices.nets[0].backend.forward().iter().map(|forward| forward.host_port).collect();
+        assert_eq!(ports, [8080, 2222]);
+    }
+
+    #[test]
+    fn files_are_complete_or_not_there() {
+        let folder = tempfile::tempdir().unwrap();
+        let home = Home::in_folder("web", folder.path());
+        let image = folder.path().join("image");
+        let make = |keys: Option<&[String]>| write(&home, (&image, DiskFormat::Raw), keys, "cpus = 1\n");
+        assert!(make(None).is_err(), "the image is missing");
+        remove(&home);
+        assert!(!home.folder().exists());
+        File::create(&image).unwrap().set_len(1 << 20).unwrap();
+        make(Some(&["ssh-rsa AAAA".to_owned()])).unwrap();
+        assert!(fs::read_to_string(home.file()).unwrap().ends_with("\n\ncpus = 1\n"));
+        assert!(must_be_free(&home).unwrap_err().to_string().contains("web.toml exists already"));
+        remove(&home);
+        assert!(!home.folder().exists() && !home.file().exists() && image.exists());
+    }
+
+    #[test]
+    fn format_is_read_from_the_image() {
+        let folder = tempfile::tempdir().unwrap();
+        let image = folder.path().join("image");
+        for (bytes, expect) in [(&b"QFI\xfb\0\0\0\x03"[..], DiskFormat::Qcow2), (b"\xeb\x63", DiskFormat::Raw)] {
+            fs::write(&image, bytes).unwrap();
+            assert_eq!(format_of(&image).unwrap(), expect);
+        }
+    }
+}

@@ -1,0 +1,244 @@
+//! `start`, `enable` and `disable`: a machine as a unit of systemd, of the system for root and of the user for others.
+//!
+//! machine -> checked -> `systemctl [--user] VERB hearth@NAME`
+//!
+//! `stop` is not among these: it asks the machine's keeper, whoever started that. The unit ends with the keeper.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+use serde::Serialize;
+
+use super::{CliError, Context, Exit};
+use crate::check::{self, Purpose, life};
+use crate::config::Config;
+use crate::home::Home;
+use crate::problem::Problem;
+
+/// Exists where systemd manages the system.
+const BOOTED: &str = "/run/systemd/system";
+/// Lines of systemctl that an error shows.
+const LINES_SHOWN: usize = 3;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Verb {
+    Start,
+    Enable,
+    Disable,
+}
+
+impl Verb {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Start => "start",
+            Self::Enable => "enable",
+            Self::Disable => "disable",
+        }
+    }
+}
+
+/// Whether systemd manages this system.
+pub fn is_there() -> bool {
+    Path::new(BOOTED).is_dir()
+}
+
+/// What these verbs print with `--json`.
+#[derive(Serialize)]
+struct Report<'a> {
+    name: &'a str,
+    message: &'a str,
+}
+
+/// The manager of this user's units.
+pub struct Manager {
+    is_users: bool,
+    systemctl: PathBuf,
+    loginctl: PathBuf,
+}
+
+impl Manager {
+    pub fn of_this_user() -> Self {
+        let is_users = !rustix::process::geteuid().is_root();
+        Self { is_users, systemctl: "systemctl".into(), loginctl: "loginctl".into() }
+    }
+
+    fn systemctl(&self, verb: &str, home: &Home) -> Result<Output, CliError> {
+        let mut command = Command::new(&self.systemctl);
+        command.args(self.is_users.then_some("--user")).args(["--quiet", verb]).arg(unit(home)).env("LC_ALL", "C");
+        command.output().map_err(|source| CliError::File { path: self.systemctl.clone(), source })
+    }
+
+    fn must(&self, verb: &str, home: &Home) -> Result<(), CliError> {
+        let output = self.systemctl(verb, home)?;
+        if output.status.success() {
+            return Ok(());
+        }
+        let what = self.explained(verb, home, &String::from_utf8_lossy(&output.stderr));
+        Err(CliError::Machine { name: home.name().to_owned(), what })
+    }
+
+    /// Why systemctl failed, from what it printed, and what to do.
+    fn explained(&self, verb: &str, home: &Home, said: &str) -> String {
+        let lines: Vec<_> = said.lines().map(str::trim).filter(|line| !line.is_empty()).collect();
+        let last = lines[lines.len().saturating_sub(LINES_SHOWN)..].join(" ");
+        let foreground = foreground(home);
+        if self.is_users && said.contains("Failed to connect") {
+            return format!(
+                "cannot reach your systemd ({last}): log in by ssh or at the console instead of with su or sudo, or {foreground}"
+            );
+        }
+        if said.contains("not found") || said.contains("does not exist") {
+            return format!(
+                "systemd does not know the unit hearth@.service ({last}): install it as docs/first-machine.md says, or \
+                 {foreground}"
+            );
+        }
+        let user = if self.is_users { "--user " } else { "" };
+        format!("systemctl {verb} failed: {last} `journalctl {user}-u {}` shows more", unit(home))
+    }
+
+    /// Whether this manager runs without a session of its user, and from the host's start on.
+    fn stays(&self) -> bool {
+        let user = rustix::process::getuid().as_raw().to_string();
+        let asked = || Command::new(&self.loginctl).args(["show-user", &user, "--property=Linger", "--value"]).output();
+        !self.is_users || asked().is_ok_and(|output| output.stdout.trim_ascii() == b"yes")
+    }
+
+    /// Has the machine no longer start with the host, if it did.
+    pub fn forget(&self, home: &Home) -> Result<(), CliError> {
+        match self.systemctl("is-enabled", home)?.status.success() {
+            true => self.must(Verb::Disable.name(), home),
+            false => Ok(()),
+        }
+    }
+}
+
+fn unit(home: &Home) -> String {
+    format!("hearth@{}", home.name())
+}
+
+fn foreground(home: &Home) -> String {
+    format!("run it in the foreground: hearth run {}", home.file().display())
+}
+
+pub fn perform(context: &mut Context<'_>, verb: Verb, name: &str) -> Result<Exit, CliError> {
+    let home = super::existing_home(name)?;
+    let name = name.to_owned();
+    let is_done = verb == Verb::Start && life::has_keeper(&context.root.machine(&name));
+    if !is_done && !is_there() {
+        return Err(CliError::Machine { name, what: format!("systemd does not run here; {}", foreground(&home)) });
+    }
+    apply(context, &Manager::of_this_user(), verb, &home)
+}
+
+fn apply(context: &mut Context<'_>, manager: &Manager, verb: Verb, home: &Home) -> Result<Exit, CliError> {
+    let name = home.name();
+    let runs = life::has_keeper(&context.root.machine(name));
+    let line = match verb {
+        Verb::Start if runs => format!("{name} runs already"),
+        Verb::Start => {
+            must_run(context, home)?;
+            manager.must("start", home)?;
+            if !manager.stays() {
+                eprintln!("note: {name} ends with your last session; `loginctl enable-linger` lets it stay");
+            }
+            format!("{name} runs; `hearth console {name}` connects to it")
+        }
+        Verb::Enable if !manager.stays() => {
+            let what = "would start when you log in and end with your last session, because your user does not linger: \
+                        `loginctl enable-linger`, then try again";
+            return Err(CliError::Machine { name: name.to_owned(), what: what.to_owned() });
+        }
+        Verb::Enable => {
+            manager.must("enable", home)?;
+            let now = if runs { String::new() } else { format!("; to start it now: `hearth start {name}`") };
+            format!("{name} starts with the host from now on{now}")
+        }
+        Verb::Disable => {
+            manager.must("disable", home)?;
+            format!("{name} no longer starts with the host{}", if runs { "; it still runs" } else { "" })
+        }
+    };
+    match context.json {
+        true => context.write_json(&Report { name, message: &line })?,
+        false => context.write_line(&line)?,
+    }
+    Ok(Exit::Done)
+}
+
+/// Refuses what the unit would refuse: its reasons would be in the journal only.
+fn must_run(context: &Context<'_>, home: &Home) -> Result<(), CliError> {
+    let file = home.file();
+    let config = Config::load(&file, &context.root)
+        .map_err(|problems| CliError::Configuration { file: file.clone(), problems })?;
+    let problems = check::check(&config, &context.root, Purpose::Check);
+    if problems.iter().any(Problem::is_error) {
+        return Err(CliError::Unready { file, problems });
+    }
+    problems.iter().for_each(|problem| eprintln!("{problem}"));
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+    use std::os::unix::fs::PermissionsExt;
+
+    use super::*;
+    use crate::runtime_root::RuntimeRoot;
+
+    /// Performs a verb with a systemctl that is this script, and a loginctl that prints `linger`. Returns the words that
+    /// systemctl got, and the output or error.
+    fn check(verb: Verb, is_users: bool, linger: &str, script: &str) -> (String, Result<String, String>) {
+        let folder = tempfile::tempdir().unwrap();
+        let program = |name: &str, text: &str| {
+            let path = folder.path().join(name);
+            fs::write(&path, format!("#!/bin/sh\n{text}\n")).unwrap();
+            fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
+            path
+        };
+        let words = folder.path().join("words");
+        let systemctl = program("systemctl", &format!("echo \"$@\" >{}\n{script}", words.display()));
+        let manager = Manager { is_users, systemctl, loginctl: program("loginctl", &format!("echo {linger}")) };
+        let mut out = Vec::new();
+        let root = RuntimeRoot::new(folder.path().join("run"));
+        let home = Home::in_folder("web", folder.path());
+        let done = apply(&mut Context { root, json: false, out: &mut out }, &manager, verb, &home);
+        let said = done.map(|_| String::from_utf8(out).unwrap()).map_err(|error| error.to_string());
+        (fs::read_to_string(words).unwrap_or_default().trim().to_owned(), said)
+    }
+
+    #[test]
+    fn units_belong_to_the_system_or_to_the_user() {
+        let (words, said) = check(Verb::Enable, false, "no", "exit 0");
+        assert_eq!(words, "--quiet enable hearth@web");
+        assert_eq!(said.unwrap(), "web starts with the host from now on; to start it now: `hearth start web`\n");
+        let (words, said) = check(Verb::Disable, true, "no", "exit 0");
+        assert_eq!(words, "--user --quiet disable hearth@web");
+        assert_eq!(said.unwrap(), "web no longer starts with the host\n");
+    }
+
+    #[test]
+    fn user_must_linger_to_enable() {
+        let (words, said) = check(Verb::Enable, true, "no", "exit 0");
+        assert!(words.is_empty() && said.unwrap_err().contains("`loginctl enable-linger`"), "{words}");
+        assert_eq!(check(Verb::Enable, true, "yes", "exit 0").0, "--user --quiet enable hearth@web");
+    }
+
+    #[test]
+    fn errors_name_the_remedy() {
+        let said = |is_users, said: &str| {
+            let script = format!("echo '{said}' >&2; exit 1");
+            check(Verb::Disable, is_users, "yes", &script).1.unwrap_err()
+        };
+        let missing = said(false, "Failed to disable unit: Unit file hearth@.service does not exist.");
+        assert!(missing.contains("docs/first-machine.md") && missing.contains("hearth run "), "{missing}");
+        let unreachable = said(true, "Failed to connect to bus: No medium found");
+        assert!(unreachable.contains("cannot reach your systemd (Failed to connect to bus: No medium found)"));
+        let other = said(true, "Job for hearth@web.service failed.");
+        assert!(
+            other.contains("failed: Job for hearth@web.service failed. `journalctl --user -u hearth@web`"),
+            "{other}"
+        );
+    }
+}

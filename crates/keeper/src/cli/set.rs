@@ -1,0 +1,155 @@
+//! `set`: changes keys of a machine's file, and says when each takes effect.
+//!
+//! file -> edited text -> checked as `check` does -> replaced
+
+use std::fs;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+
+use clap::Args;
+use hearth_memory::{Durability, replace_file};
+use serde::Serialize;
+
+use super::{CliError, Context, Exit};
+use crate::check::{self, Purpose, life};
+use crate::config::{Config, Effect, Owner, Setting, edit};
+use crate::problem::Problem;
+
+#[derive(Debug, Args)]
+pub struct SetArguments {
+    /// Name of the machine.
+    #[arg(add = super::complete::machines())]
+    name: String,
+    /// Key and value, such as cpus=2 or nets[0].forward=["8080:80"]; see docs/config.md.
+    #[arg(required = true, value_name = "KEY=VALUE", value_parser = Setting::parse, add = super::complete::keys())]
+    settings: Vec<Setting>,
+}
+
+/// What `set --json` prints.
+#[derive(Serialize)]
+struct Report<'a> {
+    name: &'a str,
+    file: &'a Path,
+    changes: Vec<Change>,
+    problems: &'a [Problem],
+}
+
+#[derive(Serialize)]
+struct Change {
+    key: String,
+    /// What it waits for: `next keeper`, `next guest` or `next start`.
+    takes_effect: &'static str,
+}
+
+pub fn set(context: &mut Context<'_>, arguments: &SetArguments) -> Result<Exit, CliError> {
+    let SetArguments { name, settings } = arguments;
+    let file = file_of(context, name)?;
+    let unusable = |source| CliError::File { path: file.clone(), source };
+    let text = fs::read_to_string(&file).map_err(unusable)?;
+    let wrong = |problems| CliError::NotSet { file: file.clone(), problems };
+    let edited = edit(&text, settings).map_err(wrong)?;
+    let config = Config::parse(&edited, &file, &context.root).map_err(wrong)?;
+    must_be_this_machine(name, &config)?;
+    let problems = check::check(&config, &context.root, Purpose::Check);
+    if problems.iter().any(|problem| problem.is_error() && !problem.may_pass) {
+        return Err(CliError::NotSet { file, problems });
+    }
+    replace(&file, &edited).map_err(unusable)?;
+    tell(context, &config, settings, &problems)?;
+    Ok(Exit::Done)
+}
+
+/// The file of a machine in its home, or of one that runs.
+fn file_of(context: &Context<'_>, name: &str) -> Result<PathBuf, CliError> {
+    let home = super::home(name)?;
+    // A link must lead to the changed file afterwards, too.
+    if let Ok(file) = fs::canonicalize(home.file()) {
+        return Ok(file);
+    }
+    let running = context.client(name).config().ok();
+    let file = running.and_then(|config| Some(PathBuf::from(config.get("file")?.as_str()?)));
+    file.ok_or_else(|| super::no_machine(&home))
+}
+
+fn must_be_this_machine(name: &str, config: &Config) -> Result<(), CliError> {
+    let refuse = |what: &str| Err(CliError::Machine { name: name.to_owned(), what: what.to_owned() });
+    match config.owner {
+        _ if config.name != name => refuse("cannot be renamed: its files and sockets have its name"),
+        Owner::Libvirt => refuse("is a domain of libvirt: edit its file, and run `hearth attach` again"),
+        Owner::Hearth => Ok(()),
+    }
+}
+
+/// The new file has the old one's mode.
+fn replace(file: &Path, text: &str) -> std::io::Result<()> {
+    let mode = fs::metadata(file)?.permissions();
+    replace_file(file, Durability::PowerCut, |fresh| {
+        fresh.write_all(text.as_bytes())?;
+        fresh.set_permissions(mode)
+    })
+}
+
+fn tell(
+    context: &mut Context<'_>,
+    config: &Config,
+    settings: &[Setting],
+    problems: &[Problem],
+) -> Result<(), CliError> {
+    let name = &config.name;
+    let effects = settings.iter().map(|setting| (setting, setting.effect().expect("the file's keys are all known")));
+    if context.json {
+        let changes = effects
+            .map(|(setting, effect)| Change { key: setting.key.clone(), takes_effect: effect.words() })
+            .collect();
+        return context.write_json(&Report { name, file: &config.file, changes, problems });
+    }
+    let runs = life::has_keeper(&config.folders.runtime);
+    // That it runs is said with each key.
+    for problem in problems.iter().filter(|problem| problem.subject != *name) {
+        context.write_line(&problem.to_string())?;
+    }
+    for (setting, effect) in effects {
+        let when = if runs { while_running(name, effect) } else { "takes effect at its next start".to_owned() };
+        context.write_line(&format!("{}: {when}", setting.words()))?;
+    }
+    Ok(())
+}
+
+/// When a change takes effect in a machine that runs, and how to have it now.
+fn while_running(name: &str, effect: Effect) -> String {
+    let words = effect.words();
+    match effect {
+        Effect::AtTakeOver => format!("waits for the {words}: `hearth upgrade-keeper {name}`"),
+        Effect::WithNextGuest => {
+            format!("waits for the {words}: `hearth upgrade-keeper {name} && hearth reboot {name}`")
+        }
+        Effect::WithNextStart => format!("waits for the {words}: stop and start the machine"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::PermissionsExt;
+
+    use super::*;
+
+    #[test]
+    fn file_keeps_its_mode() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("web.toml");
+        fs::write(&file, "cpus = 1\n").unwrap();
+        fs::set_permissions(&file, fs::Permissions::from_mode(0o640)).unwrap();
+        replace(&file, "cpus = 2\n").unwrap();
+        assert_eq!(fs::read_to_string(&file).unwrap(), "cpus = 2\n");
+        assert_eq!(fs::metadata(&file).unwrap().permissions().mode() & 0o777, 0o640);
+    }
+
+    #[test]
+    fn each_effect_has_its_command() {
+        let commands = [Effect::AtTakeOver, Effect::WithNextGuest, Effect::WithNextStart];
+        let words = commands.map(|effect| while_running("web", effect));
+        assert!(words[0].ends_with("next keeper: `hearth upgrade-keeper web`"), "{words:?}");
+        assert!(words[1].ends_with("next guest: `hearth upgrade-keeper web && hearth reboot web`"), "{words:?}");
+        assert!(words[2].ends_with("next start: stop and start the machine"), "{words:?}");
+    }
+}

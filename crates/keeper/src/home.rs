@@ -1,0 +1,89 @@
+//! Home: the files of a machine that is found by its name alone, as `hearth new` makes them and the units of systemd run them.
+//!
+//! | | root | other users |
+//! |---|---|---|
+//! | the machine | `/etc/hearth/NAME.toml` | `$XDG_CONFIG_HOME/hearth/NAME.toml` (`~/.config`) |
+//! | its disk, and what it keeps | `/var/lib/hearth/NAME` | `$XDG_STATE_HOME/hearth/NAME` (`~/.local/state`) |
+//!
+//! A machine elsewhere works as well: `hearth run FILE`.
+
+use std::path::{Path, PathBuf};
+
+/// The folders of one machine's files.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Home {
+    name: String,
+    configurations: PathBuf,
+    folder: PathBuf,
+}
+
+impl Home {
+    /// Of the machine of this name, whether it exists or not. `name`: a valid one.
+    pub fn of(name: &str) -> Self {
+        Self { name: name.to_owned(), configurations: configurations(), folder: state_folder(name) }
+    }
+
+    /// Names of all machines that have a configuration here, sorted.
+    pub fn names() -> Vec<String> {
+        let entries = std::fs::read_dir(configurations()).into_iter().flatten().flatten();
+        let files = entries.filter_map(|entry| entry.file_name().into_string().ok());
+        let mut names: Vec<_> = files.filter_map(|file| file.strip_suffix(".toml").map(str::to_owned)).collect();
+        names.sort();
+        names
+    }
+
+    #[cfg(test)]
+    pub fn in_folder(name: &str, folder: &Path) -> Self {
+        Self { name: name.to_owned(), configurations: folder.join("etc"), folder: folder.join("lib").join(name) }
+    }
+
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// The machine's configuration.
+    pub fn file(&self) -> PathBuf {
+        self.configurations.join(format!("{}.toml", self.name))
+    }
+
+    /// Folder of its disk, dumps and whatever else outlives the host's memory.
+    pub fn folder(&self) -> &Path {
+        &self.folder
+    }
+
+    /// The disk that `hearth new` makes.
+    pub fn disk(&self) -> PathBuf {
+        self.folder.join("disk.qcow2")
+    }
+
+    /// The disk that cloud-init reads.
+    pub fn seed(&self) -> PathBuf {
+        self.folder.join("seed.img")
+    }
+}
+
+/// The folder of the configurations.
+fn configurations() -> PathBuf {
+    let parent = if rustix::process::geteuid().is_root() {
+        PathBuf::from("/etc")
+    } else {
+        of_user("XDG_CONFIG_HOME", ".config")
+    };
+    parent.join("hearth")
+}
+
+/// The state folder of a machine: in /var/lib for root, in the user's state folder for others.
+pub fn state_folder(machine: &str) -> PathBuf {
+    let parent = if rustix::process::geteuid().is_root() {
+        PathBuf::from("/var/lib")
+    } else {
+        of_user("XDG_STATE_HOME", ".local/state")
+    };
+    parent.join("hearth").join(machine)
+}
+
+/// A base folder of this user. Relative paths are invalid there.
+fn of_user(variable: &str, default: &str) -> PathBuf {
+    let given = std::env::var_os(variable).map(PathBuf::from).filter(|path| path.is_absolute());
+    given.unwrap_or_else(|| std::env::home_dir().unwrap_or_else(|| "/var/tmp".into()).join(default))
+}
