@@ -38,6 +38,15 @@ fn commands_of_the_page_make_run_change_and_remove_a_machine() -> Result<()> {
     host.start(&run, "run.log")?;
     host.wait_console("the guest", patience(120), |heard| heard.ready().first().map(|_| ()))?;
 
+    assert!(host.guest().lines().iter().any(|line| line.contains("SeaBIOS")), "the firmware is on the console");
+
+    // `hearth run` says what it does, and how to reach the guest.
+    let log = fs::read_to_string(host.home().join("run.log")).expect("it is on this host");
+    let reach =
+        "web: its guest runs; console: `hearth console web`; 127.0.0.1:8080 -> port 80 of the guest; 127.0.0.1:2222";
+    let steps = ["web: QEMU ", "web: incarnation started, cold", reach];
+    assert!(steps.iter().all(|step| log.contains(step)), "{log}");
+
     // What cloud-init would find. The guest's kernel has no FAT.
     host.sh("grep -q 1 /sys/block/vdb/ro")?;
     let seed = "/var/lib/hearth/web/seed.img";
@@ -79,5 +88,26 @@ fn commands_of_the_page_make_run_change_and_remove_a_machine() -> Result<()> {
     assert_eq!(host.must("find /etc/hearth /var/lib/hearth -mindepth 1")?, "");
     let after = fs::metadata(&image).expect("the image stays").modified().expect("files have times");
     assert_eq!(after, before, "the image is as it was");
+    Ok(())
+}
+
+#[test]
+fn machine_with_uefi_has_variables_of_its_own() -> Result<()> {
+    let Some(host) = FreshHost::make()? else { return Ok(()) };
+    if !Path::new("/usr/share/OVMF/OVMF_VARS_4M.fd").is_file() {
+        eprintln!("skipped: OVMF is missing (Debian: apt install ovmf)");
+        return Ok(());
+    }
+    boot_disk::uefi(&host.home().join("boot.img"), &artifacts::busybox(false)?)?;
+    host.must("hearth new web --image boot.img --uefi")?;
+    let vars = "cmp -s /var/lib/hearth/web/uefi-vars.fd /usr/share/OVMF/OVMF_VARS_4M.fd; echo $?";
+    assert_eq!(host.must(vars)?, "0\n");
+    host.start("hearth run /etc/hearth/web.toml", "run.log")?;
+    host.wait_console("the guest", patience(180), |heard| heard.ready().first().map(|_| ()))?;
+    assert!(host.sh("ls /sys/firmware/efi")?.contains("efivars"), "UEFI has booted it");
+    host.must("hearth stop web --force")?;
+    assert_eq!(host.must(vars)?, "1\n", "the firmware has kept its variables");
+    host.must("hearth rm web --yes")?;
+    assert_eq!(host.must("find /etc/hearth /var/lib/hearth -mindepth 1")?, "");
     Ok(())
 }

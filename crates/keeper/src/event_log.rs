@@ -15,6 +15,8 @@ use std::time::{Duration, SystemTime};
 
 use hearth_api::{EventKind, EventRecord, MachineState};
 
+use crate::cli::describe;
+
 /// Number of records in memory, enough for some hundred recoveries.
 const RING_RECORDS: usize = 4096;
 /// Size at which a new file starts. At most twice this is kept.
@@ -99,6 +101,9 @@ impl EventLog {
     /// Adds a record and wakes the readers. Never fails: if the disk is full, records are written once there is space,
     /// as far as they are still in memory.
     pub fn record(&self, event: EventKind) -> u64 {
+        if is_step(&event) {
+            tracing::info!("{}: {}", self.inner.machine, describe(&event));
+        }
         let mut ring = self.ring();
         ring.last += 1;
         let record = Arc::new(EventRecord {
@@ -156,6 +161,31 @@ impl EventLog {
     fn ring(&self) -> MutexGuard<'_, Ring> {
         self.inner.ring.lock().expect("holders of this lock do not panic")
     }
+}
+
+/// Whether the log has a line for it: the steps of a machine's life, for whoever watches `hearth run`.
+fn is_step(event: &EventKind) -> bool {
+    matches!(
+        event,
+        EventKind::KeeperTookOver { .. }
+            | EventKind::QemuStarted { .. }
+            | EventKind::IncarnationStarted { .. }
+            | EventKind::GuestPanicked
+            | EventKind::WatchdogExpired { .. }
+            | EventKind::QemuExited { .. }
+            | EventKind::IncarnationEnded { .. }
+            | EventKind::CrashLoop { .. }
+            | EventKind::StartWaits { .. }
+            | EventKind::DumpStarted { .. }
+            | EventKind::DumpComplete { .. }
+            | EventKind::DumpIncomplete { .. }
+            | EventKind::Rejuvenated { .. }
+            | EventKind::RejuvenationFailed { .. }
+            | EventKind::Parked { .. }
+            | EventKind::Unparked { .. }
+            | EventKind::Saved { .. }
+            | EventKind::PowerCut { .. }
+    )
 }
 
 /// A reader's position in the log.

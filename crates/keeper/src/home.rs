@@ -56,6 +56,11 @@ impl Home {
         self.folder.join("disk.qcow2")
     }
 
+    /// The UEFI variables of a machine that `hearth new` makes.
+    pub fn variables(&self) -> PathBuf {
+        self.folder.join("uefi-vars.fd")
+    }
+
     /// The disk that cloud-init reads.
     pub fn seed(&self) -> PathBuf {
         self.folder.join("seed.img")

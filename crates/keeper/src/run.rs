@@ -124,6 +124,7 @@ fn keep(
     let mut server = Server::start(&folders.runtime.join("api.sock"), context)?;
     let terminated = listen_to_signals(tell.clone(), cuts)?;
     let rehearses = restore.as_ref().and_then(|order| order.trace.as_ref()).is_some_and(|trace| trace.then_stop);
+    let reach = reach(&config);
     let (log, started) = (event_log.clone(), Instant::now());
     let outside = Outside { event_log: log, watchdog, console, started, tell, terminated, last_answer };
     let next = Next { configured: next, accelerator: chosen, last: None };
@@ -145,7 +146,11 @@ fn keep(
     };
     let ended = match owner {
         Owner::Hearth => {
-            Machine::begin(context).and_then(|machine| machine.run(&events, || tell_ready("its guest is running")))
+            let ready = || {
+                tracing::info!("{reach}");
+                tell_ready("its guest is running");
+            };
+            Machine::begin(context).and_then(|machine| machine.run(&events, ready))
         }
         Owner::Libvirt => Attached::begin(context)
             .and_then(|attached| attached.run(&events, || tell_ready("ready to serve the domain's disks"))),
@@ -166,6 +171,14 @@ fn keep(
             Ok(Some(successor))
         }
     }
+}
+
+/// How to reach the guest.
+fn reach(config: &Config) -> String {
+    let name = &config.name;
+    let forwards = config.devices.nets.iter().flat_map(|net| net.backend.forward());
+    let forwards: String = forwards.map(|forward| format!("; {}", forward.words())).collect();
+    format!("{name}: its guest runs; console: `hearth console {name}`{forwards}")
 }
 
 /// The QEMU of the next start, and its accelerator; a guest without a machine type gets this QEMU's newest. `found`: as for

@@ -250,7 +250,10 @@ impl Launch {
         let ram_file = ram_file_option(&self.ram_file);
         arguments.option("-object", format!("memory-backend-file,id=ram,size={},{ram_file},share=on", self.ram_bytes));
         // A description of the state (vmdesc), for tools that read one, would be written while the guest stands still.
-        arguments.option("-machine", format!("{machine_type},memory-backend=ram,suppress-vmdesc=on"));
+        // SeaBIOS, and a boot loader that speaks through it, then use the serial console.
+        let is_bios = matches!(self.boot, Boot::Firmware { code: None, .. });
+        let speaks = if is_bios { ",graphics=off" } else { "" };
+        arguments.option("-machine", format!("{machine_type},memory-backend=ram,suppress-vmdesc=on{speaks}"));
         // A guest's reset ends this QEMU (SHUTDOWN, reason guest-reset): the next incarnation gets a new one. A panic
         // stops the guest. For QEMU a triple fault is a reset, and QMP does not distinguish the two.
         let watchdog = self.watchdog.unwrap_or(WatchdogAction::Reset).name();
@@ -561,6 +564,7 @@ mod tests {
         check(&launch, (7, 2), "-drive if=pflash,unit=1,format=raw,readonly=off,file=/vars ");
         launch.boot = Boot::Firmware { code: None, vars: None };
         assert!(!line(&launch, (7, 2)).contains("-drive"));
+        check(&launch, (7, 2), "suppress-vmdesc=on,graphics=off ");
     }
 
     #[test]

@@ -18,7 +18,7 @@ use serde::Serialize;
 
 use super::{CliError, Context, Exit, absolute, service};
 use crate::check::{self, Purpose};
-use crate::config::{Config, ConfigFile, DiskFormat, DiskSection, Forward, NetSection};
+use crate::config::{BootSection, Config, ConfigFile, DiskFormat, DiskSection, Forward, NetSection, uefi_template};
 use crate::home::Home;
 use crate::problem::Problem;
 
@@ -48,6 +48,11 @@ pub struct NewArguments {
     /// Guest RAM.
     #[arg(long, value_name = "SIZE", default_value = "1GiB")]
     memory: String,
+    /// Boot with UEFI (OVMF, Debian: ovmf) instead of BIOS.
+    ///
+    /// The machine gets its own copy of the firmware's variables.
+    #[arg(long)]
+    uefi: bool,
     /// Host port forwarded into the guest, as PORT:GUESTPORT.
     ///
     /// May be repeated. HOSTIP:PORT:GUESTPORT listens at another address than 127.0.0.1.
@@ -78,11 +83,13 @@ pub fn new(context: &mut Context<'_>, arguments: NewArguments) -> Result<Exit, C
     if keys.is_some() && !forward.iter().any(|text| text.ends_with(&format!(":{SSH_PORT}"))) {
         forward.push(format!("{}:{SSH_PORT}", free_port(context)?));
     }
-    let text = text(&configuration(&home, &arguments.memory, forward, keys.is_some()));
+    let typed = configuration(&home, &arguments.memory, forward, keys.is_some());
+    let boot = arguments.uefi.then(|| uefi(&home));
+    let text = text(&ConfigFile { boot, ..typed });
     let file = home.file();
     let config = Config::parse(&text, &file, &context.root)
         .map_err(|problems| CliError::Configuration { file: file.clone(), problems })?;
-    let made = write(&home, (&image, format), keys.as_deref(), &text);
+    let made = write(&home, (&image, format), arguments.uefi, keys.as_deref(), &text);
     let checked = made.and_then(|()| must_run(context, &config));
     let warnings = checked.inspect_err(|_| remove(&home))?;
     tell(context, &home, &config, &image, &warnings)?;
@@ -90,7 +97,7 @@ pub fn new(context: &mut Context<'_>, arguments: NewArguments) -> Result<Exit, C
 }
 
 fn must_be_free(home: &Home) -> Result<(), CliError> {
-    match [home.file(), home.disk(), home.seed()].into_iter().find(|path| path.exists()) {
+    match [home.file(), home.disk(), home.variables(), home.seed()].into_iter().find(|path| path.exists()) {
         Some(path) => {
             let name = home.name().to_owned();
             let what = format!("{} exists already; choose another name, or `hearth rm {name}`", path.display());
@@ -141,6 +148,14 @@ fn configuration(home: &Home, memory: &str, forward: Vec<String>, has_seed: bool
     }
 }
 
+fn uefi(home: &Home) -> BootSection {
+    BootSection {
+        firmware: Some("uefi".to_owned()),
+        firmware_vars: Some(home.variables().display().to_string()),
+        ..BootSection::default()
+    }
+}
+
 /// The file, without lines for sections of which there are none.
 fn text(configuration: &ConfigFile) -> String {
     let text = configuration.to_text();
@@ -151,6 +166,7 @@ fn text(configuration: &ConfigFile) -> String {
 fn write(
     home: &Home,
     (image, format): (&Path, DiskFormat),
+    is_uefi: bool,
     keys: Option<&[String]>,
     text: &str,
 ) -> Result<(), CliError> {
@@ -163,10 +179,20 @@ fn write(
     fs::create_dir_all(configurations).map_err(at(configurations))?;
     DirBuilder::new().mode(0o700).recursive(true).create(home.folder()).map_err(at(home.folder()))?;
     create_overlay(&home.disk(), image, format.name())?;
+    if is_uefi {
+        let template = uefi_template();
+        copy(&template, &home.variables()).map_err(at(&template))?;
+    }
     if let Some(keys) = keys {
         seed::create(&home.seed(), home.name(), keys).map_err(at(&home.seed()))?;
     }
     write_file(&file, image, text).map_err(at(&file))
+}
+
+fn copy(from: &Path, to: &Path) -> io::Result<()> {
+    let mut copy = OpenOptions::new().write(true).create_new(true).mode(0o600).open(to)?;
+    io::copy(&mut File::open(from)?, &mut copy)?;
+    copy.sync_all()
 }
 
 fn write_file(path: &Path, image: &Path, text: &str) -> io::Result<()> {
@@ -188,7 +214,7 @@ fn must_run(context: &Context<'_>, config: &Config) -> Result<Vec<Problem>, CliE
 
 /// Removes what `write` has made: nothing of it was there before.
 fn remove(home: &Home) {
-    for path in [home.file(), home.disk(), home.seed()] {
+    for path in [home.file(), home.disk(), home.variables(), home.seed()] {
         match fs::remove_file(&path) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => {
                 tracing::warn!(%error, path = %path.display(), "cannot remove");
@@ -270,7 +296,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let home = Home::in_folder("web", folder.path());
         let image = folder.path().join("image");
-        let make = |keys: Option<&[String]>| write(&home, (&image, DiskFormat::Raw), keys, "cpus = 1\n");
+        let make = |keys: Option<&[String]>| write(&home, (&image, DiskFormat::Raw), false, keys, "cpus = 1\n");
         assert!(make(None).is_err(), "the image is missing");
         remove(&home);
         assert!(!home.folder().exists());

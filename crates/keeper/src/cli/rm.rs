@@ -92,7 +92,7 @@ fn must_rest(context: &Context<'_>, home: &Home, config: &Config) -> Result<(), 
 
 fn plan(home: &Home, config: &Config) -> Plan {
     let own = OWN.iter().map(|name| home.folder().join(name));
-    let mut removed = vec![home.disk(), home.seed()];
+    let mut removed = vec![home.disk(), home.seed(), home.variables()];
     removed.extend(own);
     // Folders with another name may be shared.
     let folders = [&config.folders.runtime, &config.folders.memory];

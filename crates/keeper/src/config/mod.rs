@@ -38,7 +38,7 @@ pub use file::{BootSection, ConfigFile, DiskSection, NetSection, ObjectStoreSect
 pub use hearth_qemu::Wanted;
 pub use hearth_qemu::launch::Boot;
 pub use living::{Configured, InForce};
-pub use meaning::{is_name, name_hint};
+pub use meaning::{is_name, name_hint, uefi_template};
 pub use origin::{HostKey, Setting};
 pub use page::page;
 pub use quantity::{SECONDS_MAX, seconds, size_bytes};

@@ -1,7 +1,7 @@
 //! The guest's boot files, disks and networks.
 
 use std::collections::HashSet;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use hearth_qemu::launch::{DISKS_MAX, NETS_MAX};
 
@@ -19,6 +19,17 @@ const UEFI_CODE: [&str; 4] = [
     "/usr/share/edk2/x64/OVMF_CODE.4m.fd",
     "/usr/share/edk2/ovmf/OVMF_CODE.fd",
 ];
+
+/// The distribution's UEFI firmware, whether it is installed or not.
+fn uefi_code() -> &'static Path {
+    let found = UEFI_CODE.into_iter().map(Path::new).find(|path| path.exists());
+    found.unwrap_or(Path::new(UEFI_CODE[0]))
+}
+
+/// Its variables as a new machine has them.
+pub fn uefi_template() -> PathBuf {
+    uefi_code().display().to_string().replace("_CODE", "_VARS").into()
+}
 
 impl Resolver<'_> {
     pub(super) fn boot(&mut self, typed: BootSection, has_disks: bool) -> Option<Boot> {
@@ -56,10 +67,7 @@ impl Resolver<'_> {
         }
         let code = match firmware.as_deref() {
             None | Some("bios") => None,
-            Some("uefi") => {
-                let found = UEFI_CODE.into_iter().map(Path::new).find(|path| path.exists());
-                Some(found.unwrap_or(Path::new(UEFI_CODE[0])).to_owned())
-            }
+            Some("uefi") => Some(uefi_code().to_owned()),
             Some(path) => Some(self.path(path)),
         };
         if code.is_none() && vars.is_some() {

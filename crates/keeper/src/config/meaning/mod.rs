@@ -13,6 +13,8 @@ use std::path::{Path, PathBuf};
 use hearth_api::EmberMode;
 use toml::Value;
 
+pub use devices::uefi_template;
+
 use super::file::WatchdogSection;
 use super::quantity::{seconds, size_bytes, slack_bytes};
 use super::{
