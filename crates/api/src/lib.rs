@@ -36,7 +36,7 @@ pub use routes::{Body, Call, Method, Mismatch, Order, OrderId, Parameter, ROUTES
 pub use status::{
     AdmissionStatus, ArrivalStatus, DiskStatus, EmberMode, EmberStatus, EndCause, Explanation, FrozenStatus,
     KeeperStatus, MachineState, MachineStatus, MemoryStatus, NetStatus, NvramDevice, NvramStatus, PendingChange,
-    PendingUntil, PhaseTime, QemuStatus, Recovery, Refused, Rejuvenation, RestoreStatus, SaveStatus, ScanStatus,
-    Unparked, UserfaultStatus,
+    PendingUntil, PhaseTime, QemuStatus, Recovery, RefillStatus, Refused, Rejuvenation, RestoreStatus, SaveStatus,
+    ScanStatus, Unparked, UserfaultStatus,
 };
 pub use time::{milliseconds_of, rfc3339};

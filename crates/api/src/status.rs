@@ -67,6 +67,9 @@ pub struct MachineStatus {
     /// The snapshot that the current incarnation was restored from, and how much memory is loaded.
     #[serde(default)]
     pub restore: Option<RestoreStatus>,
+    /// Present with `refill = "on"`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub refill: Option<RefillStatus>,
     /// Keys changed in machine.toml that are not in effect yet.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub pending: Vec<PendingChange>,
@@ -89,6 +92,15 @@ pub enum PendingUntil {
     NextGuest,
     /// When the machine is stopped and started again.
     NextStart,
+}
+
+/// The cache map that the guest's `hearth-refill` reads. What it then brings back are ordinary reads.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct RefillStatus {
+    /// Size of the map. 0: there is none, or it is being made.
+    pub map_bytes: u64,
+    /// Bytes of the map's disk that guests have read since the keeper started to serve it.
+    pub read_bytes: u64,
 }
 
 /// A disk backed by host memory.
@@ -431,6 +443,12 @@ pub struct DiskStatus {
     pub read_image_bytes: u64,
     /// Bytes written by the guest.
     pub written_bytes: u64,
+    /// Operations on the image that have ended; a request may need none, or several.
+    #[serde(default)]
+    pub image_operations: u64,
+    /// The sum of their times, in µs.
+    #[serde(default)]
+    pub image_us: u64,
     /// Requests that failed with an I/O error of the image.
     pub io_errors: u64,
     /// Requests waiting for space in the image's file system.

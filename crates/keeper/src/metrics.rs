@@ -1,11 +1,13 @@
-//! The machine's status as metrics in Prometheus' text format.
+//! The status of one machine, or of all machines of a host, as metrics in Prometheus' text format.
 //!
 //! The text and `docs/metrics.md` come from one table. The format is written by hand: it has three lines per metric,
 //! and a registry would need a copy of every value that the status holds already.
 
 use std::fmt::Write;
 
-use hearth_api::{ArrivalStatus, DiskStatus, DumpState, DumpStatus, MachineState, MachineStatus, RestoreStatus};
+use hearth_api::{
+    ArrivalStatus, DiskStatus, DumpState, DumpStatus, MachineState, MachineStatus, RefillStatus, RestoreStatus,
+};
 
 pub const MEDIA_TYPE: &str = "text/plain; version=0.0.4";
 
@@ -41,14 +43,16 @@ enum Values {
     LastDump(fn(&DumpStatus) -> f64),
     /// From a restored guest.
     Restore(fn(&RestoreStatus) -> f64),
-    /// Label `quantile`.
+    /// From a machine with a cache map.
+    Refill(fn(&RefillStatus) -> f64),
+    /// Label `percentile`.
     Faults,
     /// One value per state, 1 for the current one.
     States,
     /// Label `reason`.
     Refused,
     /// Label `disk`.
-    Disks(fn(&DiskStatus) -> u64),
+    Disks(fn(&DiskStatus) -> f64),
     /// Label `disk`; only for disks that are being fetched.
     Arrivals(fn(&ArrivalStatus) -> u64),
     /// Label `phase`.
@@ -60,8 +64,8 @@ enum Values {
 impl Values {
     fn labels(&self) -> &'static [&'static str] {
         match self {
-            Self::Machine(_) | Self::Sometimes(_) | Self::LastDump(_) | Self::Restore(_) => &[],
-            Self::Faults => &["quantile"],
+            Self::Machine(_) | Self::Sometimes(_) | Self::LastDump(_) | Self::Restore(_) | Self::Refill(_) => &[],
+            Self::Faults => &["percentile"],
             Self::States => &["state"],
             Self::Refused => &["reason"],
             Self::Disks(_) | Self::Arrivals(_) => &["disk"],
@@ -85,11 +89,11 @@ const fn restore(name: &'static str, meaning: &'static str, value: fn(&RestoreSt
     Metric { name, kind: Kind::Gauge, meaning, values: Values::Restore(value) }
 }
 
-const fn disk(name: &'static str, meaning: &'static str, value: fn(&DiskStatus) -> u64) -> Metric {
+const fn disk(name: &'static str, meaning: &'static str, value: fn(&DiskStatus) -> f64) -> Metric {
     Metric { name, kind: Kind::Counter, meaning, values: Values::Disks(value) }
 }
 
-/// All metrics, in the order of the text.
+/// All metrics of a machine, in the order of the text.
 pub static METRICS: &[Metric] = &[
     Metric {
         name: "hearth_info",
@@ -103,6 +107,11 @@ pub static METRICS: &[Metric] = &[
         meaning: "1 for the machine's current state, 0 for all others",
         values: Values::States,
     },
+    gauge(
+        "hearth_waiting_after_crash",
+        "1 if the machine has crashed and waits before its next guest starts",
+        |status| f64::from(u8::from(status.next_start.is_some())),
+    ),
     gauge("hearth_incarnation", "Number of the current incarnation", |status| f64::from(status.incarnation)),
     gauge("hearth_uptime_seconds", "Time since the current incarnation started", |status| status.uptime_s),
     gauge("hearth_keeper_uptime_seconds", "Time since the keeper started", |status| status.keeper.uptime_s),
@@ -126,6 +135,9 @@ pub static METRICS: &[Metric] = &[
     }),
     gauge("hearth_memory_budget_bytes", "Host memory that the machine's files may use", |status| {
         status.memory.budget_bytes as f64
+    }),
+    gauge("hearth_memory_headroom_bytes", "Memory that they may use in addition while a dump holds memory", |status| {
+        status.memory.headroom_bytes as f64
     }),
     gauge("hearth_memory_peak_bytes", "Peak host memory of the machine's files since the keeper started", |status| {
         status.memory.peak_bytes as f64
@@ -163,6 +175,10 @@ pub static METRICS: &[Metric] = &[
     gauge("hearth_dumps_waiting", "Dumps that wait for `hearth dump --resume` or `--discard`", |status| {
         status.dumps.iter().filter(|dump| dump.state == DumpState::Waiting).count() as f64
     }),
+    gauge("hearth_dumps_running", "Dumps that are being written or prepared", |status| {
+        let running = |dump: &&DumpStatus| !dump.state.is_over() && dump.state != DumpState::Waiting;
+        status.dumps.iter().filter(running).count() as f64
+    }),
     dump("hearth_dump_pages", "Pages that belong in the last dump", |dump| dump.pages as f64),
     dump("hearth_dump_written_pages", "Pages written to the last dump's file", |dump| dump.pages_written as f64),
     dump("hearth_dump_written_bytes", "Bytes written to the last dump's file", |dump| dump.written_bytes as f64),
@@ -193,6 +209,18 @@ pub static METRICS: &[Metric] = &[
         meaning: "Duration of each phase of the last recovery",
         values: Values::Phases,
     },
+    Metric {
+        name: "hearth_refill_map_bytes",
+        kind: Kind::Gauge,
+        meaning: "Size of the list of what the last guest had in its page cache; 0 if there is none yet",
+        values: Values::Refill(|refill| refill.map_bytes as f64),
+    },
+    Metric {
+        name: "hearth_refill_read_bytes_total",
+        kind: Kind::Counter,
+        meaning: "Bytes of that list's disk that guests have read",
+        values: Values::Refill(|refill| refill.read_bytes as f64),
+    },
     restore("hearth_restore_complete", "1 if all of the snapshot's memory is loaded", |restore| {
         f64::from(u8::from(restore.complete))
     }),
@@ -222,13 +250,13 @@ pub static METRICS: &[Metric] = &[
         name: "hearth_disk_connected",
         kind: Kind::Gauge,
         meaning: "1 if a QEMU is connected to the disk",
-        values: Values::Disks(|disk| u64::from(disk.connected)),
+        values: Values::Disks(|disk| f64::from(u8::from(disk.connected))),
     },
     Metric {
         name: "hearth_disk_size_bytes",
         kind: Kind::Gauge,
         meaning: "Size of the disk as the guest sees it",
-        values: Values::Disks(|disk| disk.bytes),
+        values: Values::Disks(|disk| disk.bytes as f64),
     },
     Metric {
         name: "hearth_disk_missing_bytes",
@@ -236,40 +264,115 @@ pub static METRICS: &[Metric] = &[
         meaning: "Bytes of the disk not yet fetched from its object store",
         values: Values::Arrivals(|arrival| arrival.missing_bytes),
     },
-    disk("hearth_disk_reads_total", "Read requests", |disk| disk.reads),
-    disk("hearth_disk_writes_total", "Write requests", |disk| disk.writes),
-    disk("hearth_disk_flushes_total", "Flush requests", |disk| disk.flushes),
-    disk("hearth_disk_discards_total", "Discard and write-zeroes requests", |disk| disk.discards),
-    disk("hearth_disk_read_warm_bytes_total", "Bytes read that came from memory", |disk| disk.read_warm_bytes),
-    disk("hearth_disk_read_image_bytes_total", "Bytes read that came from the image", |disk| disk.read_image_bytes),
-    disk("hearth_disk_written_bytes_total", "Bytes written", |disk| disk.written_bytes),
-    disk("hearth_disk_io_errors_total", "Requests that failed with an I/O error of the image", |disk| disk.io_errors),
+    disk("hearth_disk_reads_total", "Read requests", |disk| disk.reads as f64),
+    disk("hearth_disk_writes_total", "Write requests", |disk| disk.writes as f64),
+    disk("hearth_disk_flushes_total", "Flush requests", |disk| disk.flushes as f64),
+    disk("hearth_disk_discards_total", "Discard and write-zeroes requests", |disk| disk.discards as f64),
+    disk("hearth_disk_read_warm_bytes_total", "Bytes read that came from memory", |disk| disk.read_warm_bytes as f64),
+    disk("hearth_disk_read_image_bytes_total", "Bytes read that came from the image", |disk| {
+        disk.read_image_bytes as f64
+    }),
+    disk("hearth_disk_written_bytes_total", "Bytes written", |disk| disk.written_bytes as f64),
+    disk("hearth_disk_image_operations_total", "Operations on the image that have ended", |disk| {
+        disk.image_operations as f64
+    }),
+    disk("hearth_disk_image_seconds_total", "Sum of the times of these operations", |disk| disk.image_us as f64 / 1e6),
+    disk("hearth_disk_io_errors_total", "Requests that failed with an I/O error of the image", |disk| {
+        disk.io_errors as f64
+    }),
     Metric {
         name: "hearth_disk_waiting_for_space",
         kind: Kind::Gauge,
         meaning: "Requests waiting for space in the image's file system",
-        values: Values::Disks(|disk| disk.waiting_for_space),
+        values: Values::Disks(|disk| disk.waiting_for_space as f64),
     },
-    disk("hearth_disk_bad_requests_total", "Malformed guest requests", |disk| disk.bad_requests),
-    disk("hearth_disk_throttled_milliseconds_total", "Time that requests waited for the disk's rate limits", |disk| {
-        disk.throttled_ms
+    disk("hearth_disk_bad_requests_total", "Malformed guest requests", |disk| disk.bad_requests as f64),
+    disk("hearth_disk_throttled_seconds_total", "Time that requests waited for the disk's rate limits", |disk| {
+        disk.throttled_ms as f64 / 1e3
     }),
 ];
 
-/// The status in Prometheus' text format.
+/// What a host knows of a machine, with or without its keeper's answer.
+pub struct HostMetric {
+    name: &'static str,
+    meaning: &'static str,
+    /// The fact whose value is 1.
+    fact: fn(&Seen) -> bool,
+}
+
+/// One machine, as the host sees it.
+pub struct Seen<'a> {
+    pub name: &'a str,
+    /// None: its keeper does not answer.
+    pub status: Option<&'a MachineStatus>,
+    /// The guest runs without a keeper.
+    pub orphaned: bool,
+    /// A keeper lives, but does not answer.
+    pub silent: bool,
+    /// The guest is parked in memory.
+    pub parked: bool,
+}
+
+/// All metrics that `hearth host` has in addition, in the order of the text.
+static HOST_METRICS: &[HostMetric] = &[
+    HostMetric {
+        name: "hearth_keeper_up",
+        meaning: "1 if the machine's keeper answers",
+        fact: |seen| seen.status.is_some(),
+    },
+    HostMetric {
+        name: "hearth_guest_without_keeper",
+        meaning: "1 if the guest runs, its keeper has died, and nobody serves its disks",
+        fact: |seen| seen.orphaned,
+    },
+    HostMetric {
+        name: "hearth_keeper_silent",
+        meaning: "1 if the machine's keeper lives, but does not answer",
+        fact: |seen| seen.silent,
+    },
+    HostMetric { name: "hearth_guest_parked", meaning: "1 if the guest is parked in memory", fact: |seen| seen.parked },
+];
+
+/// The status of one machine in Prometheus' text format.
 pub fn text(status: &MachineStatus) -> String {
     let mut text = String::with_capacity(8192);
-    for metric in METRICS {
-        let start = text.len();
-        line(&mut text, format_args!("# HELP {} {}.", metric.name, metric.meaning));
-        line(&mut text, format_args!("# TYPE {} {}", metric.name, metric.kind.name()));
-        let head = text.len();
-        metric.write_values(&mut text, status);
-        if text.len() == head {
-            text.truncate(start);
-        }
-    }
+    write_machines(&mut text, &[status]);
     text
+}
+
+/// All machines of a host in Prometheus' text format. The samples of a metric are together, as the format demands.
+pub fn text_of_host(machines: &[Seen<'_>]) -> String {
+    let mut text = String::with_capacity(8192 * (machines.len() + 1));
+    for metric in HOST_METRICS {
+        write_family(&mut text, (metric.name, metric.meaning, Kind::Gauge), |text| {
+            for seen in machines {
+                write_sample(text, metric.name, &[("machine", seen.name)], f64::from(u8::from((metric.fact)(seen))));
+            }
+        });
+    }
+    let statuses: Vec<_> = machines.iter().filter_map(|seen| seen.status).collect();
+    write_machines(&mut text, &statuses);
+    text
+}
+
+fn write_machines(text: &mut String, statuses: &[&MachineStatus]) {
+    for metric in METRICS {
+        write_family(text, (metric.name, metric.meaning, metric.kind), |text| {
+            statuses.iter().for_each(|status| metric.write_values(text, status));
+        });
+    }
+}
+
+/// Writes a metric's head and samples; nothing if it has no samples.
+fn write_family(text: &mut String, (name, meaning, kind): (&str, &str, Kind), write_samples: impl FnOnce(&mut String)) {
+    let start = text.len();
+    line(text, format_args!("# HELP {name} {meaning}."));
+    line(text, format_args!("# TYPE {name} {}", kind.name()));
+    let head = text.len();
+    write_samples(text);
+    if text.len() == head {
+        text.truncate(start);
+    }
 }
 
 impl Metric {
@@ -280,11 +383,12 @@ impl Metric {
             Values::Sometimes(value) => value(status).into_iter().for_each(|value| sample(&[], value)),
             Values::LastDump(value) => status.dumps.last().into_iter().for_each(|dump| sample(&[], value(dump))),
             Values::Restore(value) => status.restore.iter().for_each(|restore| sample(&[], value(restore))),
+            Values::Refill(value) => status.refill.iter().for_each(|refill| sample(&[], value(refill))),
             Values::Faults => {
                 let restore = status.restore.iter();
-                let quantiles = restore.flat_map(|now| [("0.5", now.fault_us_p50), ("0.99", now.fault_us_p99)]);
-                let known = quantiles.filter_map(|(quantile, us)| Some((quantile, us?)));
-                known.for_each(|(quantile, us)| sample(&[quantile], us as f64 / 1e6));
+                let percentiles = restore.flat_map(|now| [("50", now.fault_us_p50), ("99", now.fault_us_p99)]);
+                let known = percentiles.filter_map(|(percentile, us)| Some((percentile, us?)));
+                known.for_each(|(percentile, us)| sample(&[percentile], us as f64 / 1e6));
             }
             Values::States => MachineState::ALL
                 .iter()
@@ -295,7 +399,7 @@ impl Metric {
                 sample(&["overwritten"], refused.overwritten as f64);
                 sample(&["trimmed"], refused.trimmed as f64);
             }
-            Values::Disks(value) => status.disks.iter().for_each(|disk| sample(&[&disk.name], value(disk) as f64)),
+            Values::Disks(value) => status.disks.iter().for_each(|disk| sample(&[&disk.name], value(disk))),
             Values::Arrivals(value) => {
                 let arrivals = status.disks.iter().filter_map(|disk| Some((&disk.name, disk.arrival.as_ref()?)));
                 arrivals.for_each(|(name, arrival)| sample(&[name], value(arrival) as f64));
@@ -313,12 +417,15 @@ impl Metric {
     }
 
     fn write_sample(&self, text: &mut String, machine: &str, values: &[&str], value: f64) {
-        let mut labels = format!("machine=\"{}\"", escaped(machine));
-        for (label, value) in self.values.labels().iter().zip(values) {
-            write!(labels, ",{label}=\"{}\"", escaped(value)).expect("a string takes everything");
-        }
-        line(text, format_args!("{}{{{labels}}} {value}", self.name));
+        let labels = self.values.labels().iter().copied().zip(values.iter().copied());
+        let labels: Vec<_> = std::iter::once(("machine", machine)).chain(labels).collect();
+        write_sample(text, self.name, &labels, value);
     }
+}
+
+fn write_sample(text: &mut String, name: &str, labels: &[(&str, &str)], value: f64) {
+    let labels: Vec<_> = labels.iter().map(|(label, value)| format!("{label}=\"{}\"", escaped(value))).collect();
+    line(text, format_args!("{name}{{{}}} {value}", labels.join(",")));
 }
 
 fn line(text: &mut String, arguments: std::fmt::Arguments<'_>) {
@@ -334,13 +441,26 @@ const HEAD: &str = "# Metrics
 *Generated from the table of metrics in `crates/keeper/src/metrics.rs`. Do not edit: `UPDATE=1 cargo test -p hearth
 generated` rewrites it.*
 
-`GET /metrics` on a machine's socket answers in Prometheus' text format. Every metric has the label `machine`. Counters
-count since the keeper started.
+[`hearth host`](host-page.md) has the metrics of all machines of a host, in Prometheus' text format. Every metric has the
+label `machine`. Counters count since the machine's keeper started.
+
+    hearth host --web 127.0.0.1:9180       # Prometheus reads http://127.0.0.1:9180/metrics
+    hearth host --textfile /var/lib/prometheus/node-exporter/hearth.prom      # or node_exporter reads this file
+
+Alert rules and a Grafana dashboard are in `packaging/prometheus/` and `packaging/grafana/` (installed in
+`/usr/share/doc/hearth/examples`); they load as they are. One machine alone, without `hearth host`:
 
     curl --unix-socket /run/hearth/web/api.sock http://localhost/metrics
 
 | Metric | Type | More labels | Meaning |
 |---|---|---|---|
+";
+
+const HOST_HEAD: &str = "
+Only `hearth host` has these, also of machines without a keeper:
+
+| Metric | Type | Meaning |
+|---|---|---|
 ";
 
 /// The page `docs/metrics.md`. Ends with a newline.
@@ -350,6 +470,10 @@ pub fn page() -> String {
         let labels: Vec<String> = metric.values.labels().iter().map(|label| format!("`{label}`")).collect();
         let (name, kind, meaning) = (metric.name, metric.kind.name(), metric.meaning);
         line(&mut page, format_args!("| `{name}` | {kind} | {} | {meaning} |", labels.join(", ")));
+    }
+    page.push_str(HOST_HEAD);
+    for HostMetric { name, meaning, .. } in HOST_METRICS {
+        line(&mut page, format_args!("| `{name}` | gauge | {meaning} |"));
     }
     page
 }
@@ -383,12 +507,54 @@ mod tests {
             r#"hearth_ember_refused_pages{machine="we\"b",reason="trimmed"} 30"#,
             r#"hearth_recovery_phase_seconds{machine="we\"b",phase="launch"} 0.12"#,
             r#"hearth_restore_missing_pages{machine="we\"b"} 8960"#,
-            r#"hearth_restore_fault_seconds{machine="we\"b",quantile="0.99"} 0.0025"#,
+            r#"hearth_restore_fault_seconds{machine="we\"b",percentile="99"} 0.0025"#,
             r#"hearth_restore_complete{machine="we\"b"} 0"#,
             r#"hearth_disk_missing_bytes{machine="we\"b",disk="root"} 1048576"#,
         ] {
             assert!(text.lines().any(|found| found == line), "no line {line} in\n{text}");
         }
+    }
+
+    #[test]
+    fn samples_of_all_machines_are_together() {
+        let (web, mut db) = (sample::status(), sample::status());
+        db.name = "db".into();
+        let seen = |name, status| Seen { name, status, orphaned: false, silent: false, parked: false };
+        let text = text_of_host(&[seen("web", Some(&web)), seen("db", Some(&db)), seen("dead", None)]);
+        let families: Vec<&str> = text.lines().filter_map(|line| line.strip_prefix("# TYPE ")).collect();
+        assert_eq!(families.len(), METRICS.len() + HOST_METRICS.len());
+        let mut family = "";
+        for line in text.lines().filter(|line| !line.starts_with("# HELP ")) {
+            match line.strip_prefix("# TYPE ") {
+                Some(rest) => family = rest.split(' ').next().unwrap(),
+                None => assert!(line.starts_with(&format!("{family}{{")), "{line} is in the family {family}"),
+            }
+        }
+        for line in [
+            r#"hearth_keeper_up{machine="db"} 1"#,
+            r#"hearth_keeper_up{machine="dead"} 0"#,
+            r#"hearth_disk_image_seconds_total{machine="db",disk="root"} 0.72"#,
+            r#"hearth_disk_image_seconds_total{machine="web",disk="root"} 0.72"#,
+        ] {
+            assert!(text.lines().any(|found| found == line), "no line {line} in\n{text}");
+        }
+    }
+
+    #[test]
+    fn promtool_finds_nothing_to_complain_about() {
+        let mut promtool = std::process::Command::new("promtool");
+        promtool.args(["check", "metrics"]).stdin(std::process::Stdio::piped()).stderr(std::process::Stdio::piped());
+        let Ok(mut promtool) = promtool.stdout(std::process::Stdio::piped()).spawn() else {
+            eprintln!("not tested: there is no promtool (Debian: package prometheus)");
+            return;
+        };
+        let status = sample::status();
+        let seen = Seen { name: "web", status: Some(&status), orphaned: false, silent: false, parked: false };
+        let text = text_of_host(&[seen]);
+        std::io::Write::write_all(&mut promtool.stdin.take().unwrap(), text.as_bytes()).unwrap();
+        let output = promtool.wait_with_output().unwrap();
+        let said = String::from_utf8([output.stdout, output.stderr].concat()).unwrap();
+        assert!(output.status.success() && said.is_empty(), "{said}");
     }
 
     #[test]

@@ -6,7 +6,7 @@ use hearth_api::{
     AdmissionStatus, ArrivalStatus, DiskStatus, DumpCompression, DumpExcluded, DumpFormat, DumpState, DumpStatus,
     EmberMode, EmberStatus, EndCause, FrozenStatus, Growth, KeeperStatus, MachineState, MachineStatus, MemoryStatus,
     MissedRun, NetStatus, NvramDevice, NvramStatus, PendingChange, PendingUntil, PhaseTime, PlannedRun, QemuAge,
-    QemuStatus, Recovery, Refused, RemountDisk, RemountLater, RemountPlan, RemountVolume, RestoreStatus,
+    QemuStatus, Recovery, RefillStatus, Refused, RemountDisk, RemountLater, RemountPlan, RemountVolume, RestoreStatus,
     UserfaultStatus,
 };
 use hearth_recovery::journal::QemuIdentity;
@@ -85,6 +85,7 @@ pub fn status() -> MachineStatus {
             PendingChange { key: "disks.root.queues".into(), until: PendingUntil::NextStart },
         ],
         restore: Some(restore()),
+        refill: Some(RefillStatus { map_bytes: 70_000, read_bytes: 74_096 }),
     }
 }
 
@@ -163,6 +164,8 @@ fn disk() -> DiskStatus {
         read_warm_bytes: 4 << 20,
         read_image_bytes: 1 << 20,
         written_bytes: 2 << 20,
+        image_operations: 900,
+        image_us: 720_000,
         io_errors: 0,
         waiting_for_space: 0,
         bad_requests: 0,

@@ -34,6 +34,10 @@ pub struct DiskCounters {
     pub bytes_read_image: u64,
     /// Bytes that the guest wrote.
     pub bytes_written: u64,
+    /// Operations on the image that have ended.
+    pub image_operations: u64,
+    /// The sum of their times, in microseconds.
+    pub image_us: u64,
     /// Operations that the image refused or failed.
     pub io_errors: u64,
     /// Operations that wait until the image's file system has space again.
@@ -91,6 +95,8 @@ counters!(
     bytes_read_warm,
     bytes_read_image,
     bytes_written,
+    image_operations,
+    image_us,
     io_errors,
     waiting_for_space,
     bad_requests,

@@ -133,7 +133,7 @@ impl CacheMapFile {
     }
 
     /// Length of the map that is in the file.
-    fn map_bytes(&self) -> io::Result<Option<usize>> {
+    pub fn map_bytes(&self) -> io::Result<Option<usize>> {
         let mut header = [0; HEADER_BYTES];
         self.file.read_exact_at(&mut header, 0)?;
         let ready = str::from_utf8(&header).ok().and_then(|header| header.strip_prefix(&format!("{MAGIC} ready ")));

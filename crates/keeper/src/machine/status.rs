@@ -3,7 +3,8 @@
 use std::borrow::Cow;
 
 use hearth_api::{
-    AdmissionStatus, DiskStatus, EmberStatus, KeeperStatus, MachineStatus, MemoryStatus, NetStatus, Refused,
+    AdmissionStatus, DiskStatus, EmberStatus, KeeperStatus, MachineStatus, MemoryStatus, NetStatus, RefillStatus,
+    Refused,
 };
 use hearth_disk::server::DiskServer;
 use hearth_memory::PAGE_BYTES;
@@ -15,6 +16,7 @@ use super::start::Start;
 use super::warm_reboot::WarmReboot;
 use super::{Context, Machine, save};
 use crate::config::{DiskConfig, NetConfig};
+use crate::folders::CACHE_MAP;
 
 impl Machine {
     pub(super) fn status(&self) -> MachineStatus {
@@ -42,6 +44,7 @@ impl Machine {
             last_rejuvenation: self.rejuvenation.last.clone(),
             unparked: self.rejuvenation.unparked.clone(),
             restore: self.lazy_restore.status(),
+            refill: self.warm_reboot.refill_status(&self.disks),
             pending: self.context.file.pending.clone(),
             frozen: self.saves.frozen_status(),
             save: self.saves.current.as_ref().map(save::Saving::status),
@@ -101,6 +104,14 @@ impl WarmReboot {
         }
     }
 
+    /// None: the machine has no cache map.
+    pub fn refill_status(&self, disks: &Disks) -> Option<RefillStatus> {
+        let map_bytes = self.cache_map_bytes()?;
+        let server = disks.servers.iter().find(|server| server.name() == CACHE_MAP);
+        let read_bytes = server.map_or(0, |server| server.counters().bytes_read_image);
+        Some(RefillStatus { map_bytes, read_bytes })
+    }
+
     pub fn ember_status(&self, context: &Context) -> EmberStatus {
         let counts = self.ember.counts();
         EmberStatus {
@@ -140,6 +151,8 @@ fn disk_status(config: &DiskConfig, server: &DiskServer) -> DiskStatus {
         read_warm_bytes: counters.bytes_read_warm,
         read_image_bytes: counters.bytes_read_image,
         written_bytes: counters.bytes_written,
+        image_operations: counters.image_operations,
+        image_us: counters.image_us,
         io_errors: counters.io_errors,
         waiting_for_space: counters.waiting_for_space,
         bad_requests: counters.bad_requests,

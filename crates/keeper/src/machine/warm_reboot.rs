@@ -97,6 +97,12 @@ impl WarmReboot {
         self.clear_boot_set();
     }
 
+    /// Size of the cache map for the current guest, 0 if there is none yet. None: the machine has no cache map.
+    pub fn cache_map_bytes(&self) -> Option<u64> {
+        // What cannot be read, the guest cannot read either.
+        self.cache_map.as_ref().map(|file| file.map_bytes().ok().flatten().unwrap_or(0) as u64)
+    }
+
     /// Tells the next guest that a map of this guest's page cache is being made. Call it before the guest is banked. `registers`: as
     /// QEMU has told them, if it has; asked for only if there is to be a map.
     pub fn begin_cache_map(&self, dead: &Incarnation, registers: impl FnOnce() -> Option<Vec<u8>>) {

@@ -219,6 +219,7 @@ impl Attached {
             save: None,
             frozen: None,
             restore: None,
+            refill: self.warm_reboot.refill_status(&self.disks),
             pending: self.context.file.pending.clone(),
         }
     }

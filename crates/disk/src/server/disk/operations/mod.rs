@@ -169,6 +169,8 @@ impl Operations {
             return None;
         };
         self.pressure.ended(running.begun, now, running.bytes());
+        add(&context.counters.image_operations, 1);
+        add(&context.counters.image_us, now.saturating_duration_since(running.begun).as_micros() as u64);
         let went_well = completion.result.is_ok();
         self.flushes.note(place, &running, went_well);
         if running.waited_for_space {
