@@ -7,11 +7,11 @@ use std::time::Instant;
 use hearth_api::{
     Accepted, ApiError, ErrorWord, EventRecord, Explanation, Mismatch, Order, ResizeRequest, Route, RouteId,
 };
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use serde::Serialize;
 
 use super::request::{ReadError, Request, number};
-use super::{ClientSlot, Context, HANGUP_PATIENCE};
+use super::slots::FOLLOWERS_MAX;
+use super::{Context, HANGUP_PATIENCE, Shared, Slot, Stream};
 use crate::control::{Answer, Command};
 use crate::event_log::Received;
 use crate::metrics;
@@ -31,9 +31,8 @@ enum Reply {
 }
 
 /// Reads a request from the client and answers it. An error means that the client is gone.
-pub fn serve(seat: &ClientSlot, stream: &mut UnixStream) -> io::Result<()> {
-    let shared = &seat.shared;
-    stream.set_write_timeout(Some(shared.client_patience))?;
+pub fn serve(shared: &Shared, slot: &Slot, stream: &mut UnixStream) -> io::Result<()> {
+    Stream::set_write_timeout(stream, shared.client_patience)?;
     let request = match Request::read(stream, shared.client_patience) {
         Ok(request) => request,
         Err(ReadError::Refused(error)) => return refuse(stream, &error),
@@ -42,10 +41,12 @@ pub fn serve(seat: &ClientSlot, stream: &mut UnixStream) -> io::Result<()> {
     tracing::debug!(method = request.method, path = request.path, "API request");
     match answer(&shared.context, &request) {
         Ok(Reply::Text { media_type, text }) => send(stream, 200, media_type, text.as_bytes()),
-        Ok(Reply::Stream { since }) => match seat.follow() {
-            Ok(()) => stream_events(seat, stream, since),
-            Err(error) => refuse(stream, &error),
-        },
+        Ok(Reply::Stream { since }) if slot.follow() => stream_events(shared, stream, since),
+        Ok(Reply::Stream { .. }) => {
+            let message = format!("too many clients: {FOLLOWERS_MAX} follow the events");
+            let hint = "close some of them, or request events without follow";
+            refuse(stream, &ApiError::new(ErrorWord::TooManyClients, message).hint(hint))
+        }
         Err(error) => refuse(stream, &error),
     }
 }
@@ -168,29 +169,23 @@ fn reason(status: u16) -> &'static str {
 
 /// Each event is written at once. A client that does not read within the write timeout is dropped; it blocks only its
 /// own thread.
-fn stream_events(seat: &ClientSlot, stream: &mut UnixStream, since: u64) -> io::Result<()> {
+fn stream_events(shared: &Shared, stream: &mut UnixStream, since: u64) -> io::Result<()> {
     stream.write_all(
         b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nCache-Control: no-store\r\nConnection: close\r\n\r\n",
     )?;
-    let heartbeat = seat.shared.heartbeat;
-    let mut events = seat.shared.context.events.subscribe(since);
+    let heartbeat = shared.heartbeat;
+    let mut events = shared.context.events.subscribe(since);
     let mut written = Instant::now();
     loop {
         match events.next(heartbeat.saturating_sub(written.elapsed()).min(HANGUP_PATIENCE)) {
             Received::Record(record) => stream.write_all(event_text(&record).as_bytes())?,
             Received::Closed => return Ok(()),
             Received::Quiet if written.elapsed() >= heartbeat => stream.write_all(b":\n\n")?,
-            Received::Quiet if has_hung_up(stream)? => return Ok(()),
+            Received::Quiet if stream.has_hung_up()? => return Ok(()),
             Received::Quiet => continue,
         }
         written = Instant::now();
     }
-}
-
-fn has_hung_up(stream: &UnixStream) -> io::Result<bool> {
-    let mut fds = [PollFd::new(stream, PollFlags::empty())];
-    poll(&mut fds, Some(&Timespec::default()))?;
-    Ok(fds[0].revents().contains(PollFlags::HUP))
 }
 
 fn event_text(record: &EventRecord) -> String {

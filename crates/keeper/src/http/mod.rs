@@ -4,13 +4,11 @@
 //!
 //! This uses no server library: the small ones have no timeouts and do not limit heads and threads, and a client that
 //! hangs must not harm a keeper. One request per connection keeps that simple: every read and write has a deadline, and
-//! the number of connections is bounded. Some are reserved for clients that do not follow events, so that requests
-//! always get through.
+//! the number of connections is bounded (`slots`).
 
-use std::net::Shutdown;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -22,13 +20,15 @@ use crate::unix_socket::{ListenError, listen};
 
 mod answer;
 mod request;
+mod slots;
+mod stream;
 #[cfg(test)]
 mod tests;
 
-/// Maximum number of clients.
-const CLIENTS_MAX: usize = 32;
-/// Maximum number of clients that follow events.
-const FOLLOWERS_MAX: usize = 24;
+pub use request::{ReadError, Request};
+pub use slots::{CLIENTS_MAX, Slot, Slots};
+pub use stream::Stream;
+
 /// Time for a client to send its request, and to read each piece of the answer.
 const CLIENT_PATIENCE: Duration = Duration::from_secs(10);
 /// Interval of heartbeats, so that a follower can tell a quiet machine from a dead keeper.
@@ -56,16 +56,9 @@ pub struct Server {
 
 struct Shared {
     context: Context,
-    clients: Mutex<Clients>,
-    fewer: Condvar,
+    slots: Arc<Slots>,
     client_patience: Duration,
     heartbeat: Duration,
-}
-
-#[derive(Clone, Copy, Default)]
-struct Clients {
-    all: usize,
-    followers: usize,
 }
 
 impl Server {
@@ -80,8 +73,7 @@ impl Server {
         heartbeat: Duration,
     ) -> Result<Self, ListenError> {
         let listener = Arc::new(listen(socket)?);
-        let clients = Mutex::default();
-        let shared = Arc::new(Shared { context, clients, fewer: Condvar::new(), client_patience, heartbeat });
+        let shared = Arc::new(Shared { context, slots: Arc::default(), client_patience, heartbeat });
         let thread = std::thread::Builder::new()
             .name("api".to_owned())
             .spawn({
@@ -96,13 +88,8 @@ impl Server {
     /// when the event log is closed, so close it first.
     pub fn finish(mut self, patience: Duration) {
         self.stop_accepting();
-        let clients = self.shared.clients();
         // Clients that remain lose their connection when the process ends.
-        let _ = self
-            .shared
-            .fewer
-            .wait_timeout_while(clients, patience, |clients| clients.all > 0)
-            .expect("holders of this lock do not panic");
+        self.shared.slots.wait_until_free(patience);
     }
 
     /// Accepts no more clients, and removes the socket.
@@ -121,12 +108,6 @@ impl Server {
 impl Drop for Server {
     fn drop(&mut self) {
         self.stop_accepting();
-    }
-}
-
-impl Shared {
-    fn clients(&self) -> MutexGuard<'_, Clients> {
-        self.clients.lock().expect("holders of this lock do not panic")
     }
 }
 
@@ -151,62 +132,21 @@ fn is_final(error: &std::io::Error) -> bool {
 
 /// Serves the client in its own thread, or refuses it.
 fn serve(shared: &Arc<Shared>, mut stream: UnixStream) {
-    let Some(seat) = ClientSlot::take(shared) else {
+    let Some(slot) = shared.slots.take() else {
         let error = ApiError::new(ErrorWord::TooManyClients, format!("too many clients: {CLIENTS_MAX} are connected"))
             .hint("close some of them, or try again");
         // The answer fits into the socket's buffer, and a client that is gone does not need it.
         let _ = answer::refuse(&mut stream, &error);
         return;
     };
+    let shared = shared.clone();
     let spawned = std::thread::Builder::new().name("api-client".to_owned()).spawn(move || {
-        if let Err(error) = answer::serve(&seat, &mut stream) {
+        if let Err(error) = answer::serve(&shared, &slot, &mut stream) {
             tracing::debug!(%error, "an API client disconnected");
         }
-        // Lets the client see the end even while a clone of the socket lives.
-        let _ = stream.shutdown(Shutdown::Both);
+        stream.close();
     });
     if let Err(error) = spawned {
         tracing::warn!(%error, "cannot start a thread for an API client");
-    }
-}
-
-/// A client's slot.
-struct ClientSlot {
-    shared: Arc<Shared>,
-    follows: std::cell::Cell<bool>,
-}
-
-impl ClientSlot {
-    fn take(shared: &Arc<Shared>) -> Option<Self> {
-        let mut clients = shared.clients();
-        if clients.all == CLIENTS_MAX {
-            return None;
-        }
-        clients.all += 1;
-        Some(Self { shared: shared.clone(), follows: std::cell::Cell::new(false) })
-    }
-
-    /// Counts this client as a follower.
-    fn follow(&self) -> Result<(), ApiError> {
-        let mut clients = self.shared.clients();
-        if clients.followers == FOLLOWERS_MAX {
-            return Err(ApiError::new(
-                ErrorWord::TooManyClients,
-                format!("too many clients: {FOLLOWERS_MAX} follow the events"),
-            )
-            .hint("close some of them, or request events without follow"));
-        }
-        clients.followers += 1;
-        self.follows.set(true);
-        Ok(())
-    }
-}
-
-impl Drop for ClientSlot {
-    fn drop(&mut self) {
-        let mut clients = self.shared.clients();
-        clients.all -= 1;
-        clients.followers -= usize::from(self.follows.get());
-        self.shared.fewer.notify_all();
     }
 }

@@ -1,11 +1,12 @@
 //! Reads one request, with limits on size and time.
 
-use std::io::{self, Read};
-use std::os::unix::net::UnixStream;
+use std::io;
 use std::time::{Duration, Instant};
 
 use hearth_api::{ApiError, ErrorWord, Order, OrderId};
 use serde::de::DeserializeOwned;
+
+use super::Stream;
 
 /// No client of this API needs more; curl sends some 100 bytes.
 const HEAD_BYTES_MAX: usize = 16 << 10;
@@ -17,6 +18,8 @@ const HEADERS_MAX: usize = 64;
 pub struct Request {
     pub method: String,
     pub path: String,
+    /// The header `Host`.
+    pub host: Option<String>,
     query: String,
     pub accepts_events: bool,
     pub last_event_id: Option<String>,
@@ -47,7 +50,7 @@ struct Head {
 
 impl Request {
     /// Reads to the end of the body. The deadline covers all of it, so a slow client cannot extend it byte by byte.
-    pub fn read(stream: &mut UnixStream, patience: Duration) -> Result<Self, ReadError> {
+    pub fn read(stream: &mut impl Stream, patience: Duration) -> Result<Self, ReadError> {
         let deadline = Instant::now() + patience;
         let mut bytes = Vec::with_capacity(1024);
         let head = loop {
@@ -123,12 +126,12 @@ fn refuse(message: impl Into<String>) -> ReadError {
     ReadError::Refused(bad_request(message.into()))
 }
 
-fn read_some(stream: &mut UnixStream, bytes: &mut Vec<u8>, deadline: Instant) -> io::Result<()> {
+fn read_some(stream: &mut impl Stream, bytes: &mut Vec<u8>, deadline: Instant) -> io::Result<()> {
     let left = deadline.saturating_duration_since(Instant::now());
     if left.is_zero() {
         return Err(io::ErrorKind::TimedOut.into());
     }
-    stream.set_read_timeout(Some(left))?;
+    stream.set_read_timeout(left)?;
     let mut buffer = [0; 4096];
     match stream.read(&mut buffer)? {
         0 => Err(io::ErrorKind::UnexpectedEof.into()),
@@ -165,6 +168,7 @@ fn parse_head(bytes: &[u8]) -> Result<Option<Head>, ReadError> {
     let request = Request {
         method: parsed.method.unwrap_or_default().to_owned(),
         path: path.to_owned(),
+        host: header("host").map(str::to_owned),
         query: query.to_owned(),
         accepts_events: header("accept").is_some_and(|types| types.contains("text/event-stream")),
         last_event_id: header("last-event-id").map(str::to_owned),

@@ -10,6 +10,7 @@ use hearth_api::{CrashMethod, CrashRequest, DiskSize, EventKind, EventRecord, Or
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
+use super::slots::FOLLOWERS_MAX;
 use super::*;
 use crate::control::{Answer, Command};
 use crate::sample;
@@ -207,8 +208,8 @@ fn client_limit_leaves_room_for_requests() {
 /// Waits until this many clients are connected.
 fn wait_for(fixture: &Fixture, clients: usize) {
     let deadline = std::time::Instant::now() + Duration::from_secs(60);
-    while fixture.server.shared.clients().all != clients {
-        assert!(std::time::Instant::now() < deadline, "{} clients", fixture.server.shared.clients().all);
+    while fixture.server.shared.slots.taken() != clients {
+        assert!(std::time::Instant::now() < deadline, "{} clients", fixture.server.shared.slots.taken());
         std::thread::yield_now();
     }
 }
