@@ -131,7 +131,7 @@ pub fn hearth(version: &str) -> Result<PathBuf, DebError> {
     Ok(result)
 }
 
-const FILES: [(&str, &str, u32); 7] = [
+const FILES: [(&str, &str, u32); 9] = [
     ("usr/lib/systemd/system/hearth@.service", include_str!("../../packaging/hearth@.service"), 0o644),
     ("usr/lib/systemd/user/hearth@.service", include_str!("../../packaging/user/hearth@.service"), 0o644),
     (
@@ -143,6 +143,12 @@ const FILES: [(&str, &str, u32); 7] = [
     ("etc/libvirt/hooks/qemu.d/hearth", include_str!("../../packaging/libvirt-hook"), 0o755),
     ("etc/apparmor.d/abstractions/libvirt-qemu.d/hearth", include_str!("../../packaging/apparmor"), 0o644),
     ("usr/share/doc/hearth/examples/web.toml", include_str!("../../packaging/web.toml"), 0o644),
+    (
+        "usr/share/doc/hearth/examples/hearth-rules.yml",
+        include_str!("../../packaging/prometheus/hearth-rules.yml"),
+        0o644,
+    ),
+    ("usr/share/doc/hearth/examples/hearth.json", include_str!("../../packaging/grafana/hearth.json"), 0o644),
 ];
 
 const COMPLETIONS: [(&str, &str); 3] = [

@@ -1,4 +1,5 @@
-//! `host`: follows libvirt's events for the keepers of attached domains, and does with libvirt what a keeper cannot.
+//! `host`: the daemon of a host. It serves page and metrics of all machines (`web`, `textfile`), follows libvirt's events for the
+//! keepers of attached domains, and does with libvirt what a keeper cannot:
 //!
 //! - A guest was reset: its keeper is told. Without that, blocks are copied as far as the budget allows, and with it they are moved.
 //! - A guest has crashed, and libvirt keeps its QEMU: `recovery`. Without that, it stands still until somebody ends it.
@@ -10,9 +11,13 @@
 mod pipe;
 mod recovery;
 mod silence;
+pub mod textfile;
+pub mod web;
 
 use std::collections::HashMap;
+use std::net::SocketAddr;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::PathBuf;
 use std::sync::mpsc::{self, Receiver};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
@@ -21,7 +26,8 @@ use std::time::Duration;
 use hearth_api::DomainReset;
 use hearth_libvirt::virsh::{DomainEvent, Virsh, VirshError};
 
-use super::{CliError, Exit};
+use super::survey::Collector;
+use super::{CliError, Context, Exit};
 use crate::attachment::Attachment;
 use crate::client::{Client, ClientError};
 use crate::runtime_root::RuntimeRoot;
@@ -41,19 +47,59 @@ struct Host {
     silences: Silences,
 }
 
+#[derive(Debug, clap::Args)]
+pub struct HostArguments {
+    /// Serve a page and /metrics of all machines at this address.
+    ///
+    /// Such as 127.0.0.1:9180; with port 0 a free one is chosen. The address is printed. There is no password: every user of this
+    /// host can read both.
+    #[arg(long, value_name = "ADDRESS")]
+    web: Option<SocketAddr>,
+    /// Allow an address for --web that other hosts can reach.
+    #[arg(long, requires = "web")]
+    allow_remote: bool,
+    /// Write the metrics of all machines to this file, for node_exporter.
+    ///
+    /// The name must end in .prom. The file is replaced every 15 seconds.
+    #[arg(long, value_name = "FILE")]
+    textfile: Option<PathBuf>,
+}
+
 /// Runs until it is killed.
-pub fn follow(root: &RuntimeRoot) -> Result<Exit, CliError> {
+pub fn run(context: &mut Context<'_>, arguments: &HostArguments) -> Result<Exit, CliError> {
+    let (root, collector) = (context.root.clone(), Collector::new(context.root.clone()));
+    if let Some(path) = &arguments.textfile {
+        textfile::start(path, &collector)?;
+    }
+    if let Some(address) = arguments.web {
+        let listener = web::listen(address, arguments.allow_remote)?;
+        let address = listener.local_addr().map_err(|source| web::WebError::Listen { address, source })?;
+        context.write_line(&format!("http://{address}/"))?;
+        let web = web::Web::new(collector, root.clone());
+        thread::Builder::new().name("web".to_owned()).spawn(move || web.serve(&listener))?;
+    }
+    let missing = follow(&root);
+    if arguments.web.is_none() && arguments.textfile.is_none() {
+        return Err(missing.into());
+    }
+    tracing::info!("there is no virsh: libvirt's domains are not looked after");
+    loop {
+        thread::park();
+    }
+}
+
+/// Looks after the attached domains. Returns only if there is no virsh.
+fn follow(root: &RuntimeRoot) -> VirshError {
     let host = Arc::new(Host { root: root.clone(), busy: Mutex::default(), silences: Silences::default() });
     let (interrupted, interruptions) = mpsc::channel();
     let (resets, looks) = (host.clone(), host.clone());
     // The other follower says that there is no virsh, too.
     thread::spawn(move || drop(resets.follow(DomainEvent::Reset, || {})));
     thread::spawn(move || looks.look_at_all(&interruptions));
-    let missing = host.follow(DomainEvent::Crashed, || {
+    host.follow(DomainEvent::Crashed, || {
         // Fails only when that thread has ended.
         let _ = interrupted.send(());
-    });
-    Err(missing.into())
+    })
 }
 
 impl Host {

@@ -1,40 +1,11 @@
 //! `hearth ls`: all machines, running or not.
 
-use std::collections::BTreeSet;
-use std::time::Duration;
-
-use hearth_api::{ErrorWord, MachineStatus};
-use serde::Serialize;
-
-use crate::check::life;
-use crate::host_reload::Record;
-
-use super::parked::{self, ParkedGuest};
+use super::survey::{self, Listed};
 use super::text::{Side, bytes, table, uptime};
 use super::{CliError, Context, Exit};
 
-/// One machine that hangs must not keep the others from being listed.
-const PATIENCE: Duration = Duration::from_secs(2);
-
-#[derive(Serialize)]
-struct Listed {
-    name: String,
-    /// None: no keeper answers.
-    status: Option<MachineStatus>,
-    /// Why there is no status.
-    why: Option<String>,
-    /// The guest runs without a keeper; `hearth run` takes it over.
-    orphaned: bool,
-    /// The guest is parked in memory, without QEMU and keeper.
-    parked: Option<ParkedGuest>,
-}
-
 pub fn list(context: &mut Context<'_>) -> Result<Exit, CliError> {
-    let record = Record::of_this_host();
-    // A runtime folder ends with the host's kernel; a parked guest does not.
-    let parked = record.iter().flat_map(|record| record.names_parked_in(context.root.path()));
-    let names: BTreeSet<String> = context.root.names().into_iter().chain(parked).collect();
-    let machines: Vec<Listed> = names.into_iter().map(|name| look(context, record.as_ref(), name)).collect();
+    let machines = survey::look_at_all(&context.root);
     if context.json {
         context.write_json(&machines)?;
         return Ok(Exit::Done);
@@ -51,20 +22,6 @@ pub fn list(context: &mut Context<'_>) -> Result<Exit, CliError> {
         context.write_line(&line)?;
     }
     Ok(Exit::Done)
-}
-
-fn look(context: &Context<'_>, record: Option<&Record>, name: String) -> Listed {
-    match context.client(&name).with_patience(PATIENCE).status() {
-        Ok(status) => Listed { name, status: Some(status), why: None, orphaned: false, parked: None },
-        Err(error) => {
-            let folder = context.root.machine(&name);
-            let orphaned = life::orphaned_qemu(&folder).is_some();
-            // A keeper that does not answer yet may be about to resume it.
-            let waits = error.is_refusal(ErrorWord::MachineEnded) || !orphaned && !life::has_keeper(&folder);
-            let parked = if waits { parked::find(&context.root, record, &name) } else { None };
-            Listed { name, status: None, why: Some(error.to_string()), orphaned, parked }
-        }
-    }
 }
 
 fn row(listed: &Listed) -> Vec<String> {

@@ -65,6 +65,7 @@ mod save;
 mod service;
 mod set;
 mod status;
+mod survey;
 #[cfg(test)]
 mod tests;
 mod text;
@@ -202,12 +203,13 @@ enum Verb {
         after_help = "Example: hearth import web && hearth check web/machine.toml && hearth run web/machine.toml"
     )]
     Import(import::ImportArguments),
-    /// Follow libvirt's events for all attached domains.
+    /// Look after all machines of this host: page, metrics, attached domains.
     ///
-    /// Runs in the foreground, once a host. With it, a guest that reboots inside its QEMU finds all of its last guest's blocks in
+    /// Runs in the foreground, once a host. For attached domains it follows libvirt's events: with it, a guest that reboots inside its QEMU finds all of its last guest's blocks in
     /// memory; without it, only those that fit into the budget. It also has crashed guests dumped, and starts their domains again;
     /// without it they stand still.
-    Host,
+    #[command(after_help = "Example: hearth host --web 127.0.0.1:9180")]
+    Host(host::HostArguments),
     /// What libvirt's hook calls.
     #[command(hide = true)]
     Hook(hook::HookArguments),
@@ -521,6 +523,10 @@ pub enum CliError {
          libvirt (`systemctl restart libvirtd`, or virtqemud where that runs; domains go on) and try again"
     )]
     DeadHook { name: String },
+    #[error(transparent)]
+    Web(#[from] host::web::WebError),
+    #[error(transparent)]
+    Textfile(#[from] host::textfile::TextfileError),
     #[error("{0}")]
     Hook(String),
     #[error("cannot predict: no machine in {root} has been rejuvenated yet; rejuvenate one first")]
@@ -668,7 +674,7 @@ fn perform(verb: Verb, json: bool, root: Option<PathBuf>, out: &mut dyn Write) -
         Verb::Disable(NameArgument { name }) => service::perform(context, service::Verb::Disable, &name),
         Verb::Set(arguments) => set::set(context, &arguments),
         Verb::Rm(arguments) => rm::remove(context, &arguments),
-        Verb::Host => host::follow(&context.root),
+        Verb::Host(arguments) => host::run(context, &arguments),
         Verb::Hook(arguments) => hook::perform(&context.root, &arguments),
         Verb::Ls => list::list(context),
         Verb::Status(NameArgument { name }) => status::show(context, &name),

@@ -1,0 +1,81 @@
+//! The metrics as a file for node_exporter, replaced as a whole.
+
+use std::fs::Permissions;
+use std::io::{self, Write};
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::thread;
+use std::time::Duration;
+
+use hearth_memory::{Durability, replace_file};
+
+use super::web::metrics_text;
+use crate::cli::survey::Collector;
+
+/// node_exporter is asked about that often.
+const EVERY: Duration = Duration::from_secs(15);
+/// node_exporter is another user.
+const MODE: u32 = 0o644;
+
+#[derive(Debug, thiserror::Error)]
+pub enum TextfileError {
+    #[error("node_exporter reads only files that end in .prom: {path} does not")]
+    Name { path: PathBuf },
+    #[error("cannot write {path}")]
+    Write { path: PathBuf, source: io::Error },
+}
+
+/// Writes the file once, and from then on in a thread.
+pub fn start(path: &Path, collector: &Arc<Collector>) -> Result<(), TextfileError> {
+    let failed = |source| TextfileError::Write { path: path.to_owned(), source };
+    if path.extension().is_none_or(|extension| extension != "prom") {
+        return Err(TextfileError::Name { path: path.to_owned() });
+    }
+    write(path, &metrics_text(collector)).map_err(failed)?;
+    let (owned, collector) = (path.to_owned(), collector.clone());
+    let spawned = thread::Builder::new().name("textfile".to_owned()).spawn(move || {
+        loop {
+            thread::sleep(EVERY);
+            if let Err(error) = write(&owned, &metrics_text(&collector)) {
+                tracing::warn!(%error, path = %owned.display(), "cannot write the metrics; trying again");
+            }
+        }
+    });
+    spawned.map(drop).map_err(failed)
+}
+
+fn write(path: &Path, text: &str) -> io::Result<()> {
+    replace_file(path, Durability::Process, |file| {
+        file.set_permissions(Permissions::from_mode(MODE))?;
+        file.write_all(text.as_bytes())
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cli::survey::fake::Keepers;
+
+    #[test]
+    fn file_is_whole_and_readable_by_others() {
+        let (keepers, folder) = (Keepers::start(&["web"]), tempfile::tempdir().unwrap());
+        let path = folder.path().join("hearth.prom");
+        start(&path, &Collector::new(keepers.root())).unwrap();
+        let text = std::fs::read_to_string(&path).unwrap();
+        assert!(text.contains("\nhearth_keeper_up{machine=\"web\"} 1\n") && text.ends_with('\n'), "{text}");
+        assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o777, MODE);
+        assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 1);
+    }
+
+    #[test]
+    fn wrong_file_is_refused_at_the_start() {
+        let keepers = Keepers::start(&[]);
+        let check = |path: &str, expect: &str| {
+            let error = start(Path::new(path), &Collector::new(keepers.root())).unwrap_err();
+            assert_eq!(crate::chain(&error), expect);
+        };
+        check("/nowhere/hearth.txt", "node_exporter reads only files that end in .prom: /nowhere/hearth.txt does not");
+        check("/nowhere/hearth.prom", "cannot write /nowhere/hearth.prom: No such file or directory (os error 2)");
+    }
+}

@@ -1,0 +1,73 @@
+//! Keepers that only answer, for tests: the API's server with the status of `sample`.
+
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use hearth_api::{ApiError, ErrorWord, EventKind};
+use serde_json::json;
+use tempfile::TempDir;
+
+use crate::control::{Answer, Command, Control};
+use crate::event_log::EventLog;
+use crate::http::{Context, Server};
+use crate::runtime_root::RuntimeRoot;
+use crate::sample;
+
+/// Keepers in a runtime root of their own.
+pub struct Keepers {
+    folder: TempDir,
+    _servers: Vec<Server>,
+    hang: BTreeMap<String, Arc<AtomicBool>>,
+}
+
+impl Keepers {
+    pub fn start(names: &[&str]) -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let hang: BTreeMap<String, Arc<AtomicBool>> =
+            names.iter().map(|name| ((*name).to_owned(), Arc::default())).collect();
+        let server = |name: &&str| {
+            std::fs::create_dir(folder.path().join(name)).unwrap();
+            serve(&RuntimeRoot::new(folder.path()), name, hang[*name].clone())
+        };
+        let servers = names.iter().map(server).collect();
+        Self { folder, _servers: servers, hang }
+    }
+
+    pub fn root(&self) -> RuntimeRoot {
+        RuntimeRoot::new(self.folder.path())
+    }
+
+    /// From now on this one takes requests and does not answer them.
+    pub fn hang(&self, name: &str) {
+        self.hang[name].store(true, Ordering::Relaxed);
+    }
+}
+
+fn serve(root: &RuntimeRoot, name: &str, hang: Arc<AtomicBool>) -> Server {
+    let events = EventLog::in_memory(name);
+    events.record(EventKind::GuestPanicked);
+    let mut status = sample::status();
+    status.name = name.to_owned();
+    // Its disk is busy: the counters grow with each answer.
+    let status = Mutex::new(status);
+    let control = Control::new(move |command, reply| {
+        if hang.load(Ordering::Relaxed) {
+            std::thread::sleep(Duration::from_secs(60));
+        }
+        let answer = match command {
+            Command::Status => {
+                let mut status = status.lock().unwrap();
+                status.disks[0].reads += 120;
+                status.disks[0].read_warm_bytes += 480 << 10;
+                Ok(Answer::Status(Box::new(status.clone())))
+            }
+            _ => Err(ApiError::new(ErrorWord::NotPossible, "a fake keeper")),
+        };
+        // The client may be gone.
+        let _ = reply.send(answer);
+    });
+    let config = Arc::new(Mutex::new(json!({"name": name, "secret": "of the configuration"})));
+    Server::start(&root.api_socket(name), Context { control, events, config }).unwrap()
+}

@@ -1,0 +1,85 @@
+//! What the machines of this host do now, with or without keepers.
+//!
+//! names -> each machine is looked at in a thread of its own (`look`) -> `ls`, or the collector of page, metrics and `top`
+
+mod collector;
+#[cfg(test)]
+pub mod fake;
+mod rates;
+mod view;
+
+use std::collections::BTreeSet;
+use std::time::Duration;
+
+use hearth_api::{ErrorWord, MachineStatus};
+use serde::Serialize;
+
+pub use collector::{Collector, Machine, Survey};
+pub use view::View;
+
+use super::parked::{self, ParkedGuest};
+use crate::attachment::Attachment;
+use crate::check::life;
+use crate::client::Client;
+use crate::host_reload::Record;
+use crate::runtime_root::RuntimeRoot;
+
+/// One machine that hangs must not keep the others from being seen.
+const PATIENCE: Duration = Duration::from_secs(2);
+
+/// One machine, as it was found.
+#[derive(Clone, Debug, Serialize)]
+pub struct Listed {
+    pub name: String,
+    /// None: no keeper answers.
+    pub status: Option<MachineStatus>,
+    /// Why there is no status.
+    pub why: Option<String>,
+    /// The guest runs without a keeper; `hearth run` takes it over.
+    pub orphaned: bool,
+    /// The guest is parked in memory, without QEMU and keeper.
+    pub parked: Option<ParkedGuest>,
+    /// A keeper lives, but does not answer.
+    #[serde(skip)]
+    pub silent: bool,
+}
+
+/// Names of the machines that have or had a keeper since the host's start, or whose guests are parked.
+pub fn names(root: &RuntimeRoot, record: Option<&Record>) -> BTreeSet<String> {
+    // A runtime folder ends with the host's kernel; a parked guest does not.
+    let parked = record.iter().flat_map(|record| record.names_parked_in(root.path()));
+    root.names().into_iter().chain(parked).collect()
+}
+
+/// Names of the attached domains, if this is the runtime root that libvirt's hook uses.
+fn attached(root: &RuntimeRoot) -> BTreeSet<String> {
+    let is_hosts = *root == RuntimeRoot::new("/run/hearth");
+    if is_hosts { Attachment::names().into_iter().collect() } else { BTreeSet::new() }
+}
+
+/// Looks at all machines at once.
+pub fn look_at_all(root: &RuntimeRoot) -> Vec<Listed> {
+    let record = Record::of_this_host();
+    let names = names(root, record.as_ref());
+    std::thread::scope(|scope| {
+        let record = record.as_ref();
+        let looks: Vec<_> = names.into_iter().map(|name| scope.spawn(move || look(root, record, name))).collect();
+        looks.into_iter().map(|look| look.join().expect("a look does not panic")).collect()
+    })
+}
+
+/// Asks a machine's keeper for its status, and looks at its files if there is no answer.
+pub fn look(root: &RuntimeRoot, record: Option<&Record>, name: String) -> Listed {
+    match Client::new(root.api_socket(&name)).with_patience(PATIENCE).status() {
+        Ok(status) => Listed { name, status: Some(status), why: None, orphaned: false, parked: None, silent: false },
+        Err(error) => {
+            let folder = root.machine(&name);
+            let orphaned = life::orphaned_qemu(&folder).is_some();
+            let silent = !orphaned && life::has_keeper(&folder);
+            // A keeper that does not answer yet may be about to resume it.
+            let waits = error.is_refusal(ErrorWord::MachineEnded) || !orphaned && !silent;
+            let parked = if waits { parked::find(root, record, &name) } else { None };
+            Listed { name, status: None, why: Some(error.to_string()), orphaned, parked, silent }
+        }
+    }
+}

@@ -1,0 +1,288 @@
+//! What the page and `hearth top` show of a survey, as plain data.
+//!
+//! Only what is listed here leaves the host: nothing of a configuration, no addresses of object stores.
+
+use hearth_api::{DumpState, MachineState, MachineStatus};
+use serde::Serialize;
+
+use super::rates::Rates;
+use super::{Machine, Survey};
+use crate::cli::describe;
+use crate::cli::text::{bytes, milliseconds, uptime};
+use crate::runtime_root::RuntimeRoot;
+
+/// All machines.
+#[derive(Clone, Debug, Serialize)]
+pub struct View {
+    pub taken_at: String,
+    pub machines: Vec<MachineView>,
+}
+
+/// One machine.
+#[derive(Clone, Debug, Serialize)]
+pub struct MachineView {
+    pub name: String,
+    pub state: String,
+    pub tone: Tone,
+    /// Why it is in this state, or what is wrong with it.
+    pub why: Option<String>,
+    pub incarnation: Option<u32>,
+    pub up: String,
+    pub qemu: Option<String>,
+    pub last_recovery: Option<String>,
+    pub memory: Option<Memory>,
+    pub disks: Vec<Disk>,
+    /// What is under way, in words.
+    pub phases: Vec<String>,
+    pub dumps: Vec<String>,
+    pub snapshots: Vec<String>,
+    /// Newest first.
+    pub events: Vec<String>,
+    pub commands: Vec<Command>,
+}
+
+/// What a colour says.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Tone {
+    /// The guest runs.
+    Good,
+    /// It is on its way to another state.
+    Busy,
+    /// Somebody must act.
+    Bad,
+    /// It is off.
+    Off,
+}
+
+/// Memory of a machine: its parts, and its budget.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub struct Memory {
+    pub guest_bytes: u64,
+    pub ember_bytes: u64,
+    /// The part of the ember that a dump has not written.
+    pub held_bytes: u64,
+    pub boot_set_bytes: u64,
+    pub nvram_bytes: u64,
+    pub budget_bytes: u64,
+}
+
+/// A disk.
+#[derive(Clone, Debug, Serialize)]
+pub struct Disk {
+    pub name: String,
+    pub bytes: u64,
+    /// None: there are no two readings yet.
+    pub rates: Option<Rates>,
+    /// What is wrong with it.
+    pub problem: Option<String>,
+}
+
+/// A command that acts on what is shown.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Command {
+    /// What it does.
+    pub does: &'static str,
+    pub line: String,
+}
+
+impl View {
+    pub fn of(survey: &Survey, root: &RuntimeRoot) -> Self {
+        let hearth = hearth_command(root);
+        let machines = survey.machines.iter().map(|machine| MachineView::of(machine, &hearth)).collect();
+        Self { taken_at: survey.taken_at.clone(), machines }
+    }
+}
+
+/// The command's beginning: commands look for machines where these were found.
+fn hearth_command(root: &RuntimeRoot) -> String {
+    match *root == RuntimeRoot::for_this_user() {
+        true => "hearth".to_owned(),
+        false => format!("hearth --runtime-root {}", root.path().display()),
+    }
+}
+
+impl MachineView {
+    fn of(machine: &Machine, hearth: &str) -> Self {
+        let name = &machine.listed.name;
+        let (state, tone, why) = state(machine);
+        let status = machine.listed.status.as_ref();
+        let events = machine.events.iter().rev();
+        Self {
+            name: name.clone(),
+            why,
+            incarnation: status.map(|status| status.incarnation),
+            up: status.filter(|status| status.uptime_s > 0.0).map(|status| uptime(status.uptime_s)).unwrap_or_default(),
+            qemu: status.and_then(|it| it.qemu.as_ref()).map(|qemu| format!("{}, {}", qemu.version, qemu.accelerator)),
+            last_recovery: status.and_then(last_recovery),
+            memory: status.map(memory),
+            disks: status.map(|status| disks(machine, status)).unwrap_or_default(),
+            phases: status.map(phases).unwrap_or_default(),
+            dumps: status.map(dumps).unwrap_or_default(),
+            snapshots: machine.snapshots.iter().rev().map(|(time, place)| format!("{time}  {place}")).collect(),
+            events: events.map(|event| format!("{}  {}", event.time, describe(&event.event))).collect(),
+            commands: commands(machine, tone, hearth),
+            state,
+            tone,
+        }
+    }
+}
+
+fn state(machine: &Machine) -> (String, Tone, Option<String>) {
+    let listed = &machine.listed;
+    if let Some(silent) = machine.silent_for {
+        let why = format!("the keeper has not answered for {}", uptime(silent.as_secs_f64()));
+        return ("no answer".to_owned(), Tone::Bad, Some(why));
+    }
+    if let Some(status) = &listed.status {
+        let tone = match status.state {
+            MachineState::Running => Tone::Good,
+            MachineState::Starting | MachineState::Recovering | MachineState::Stopping => Tone::Busy,
+            MachineState::Paused | MachineState::Failed => Tone::Bad,
+            MachineState::Stopped => Tone::Off,
+        };
+        // Its state has no word of its own for that.
+        let waits = status.next_start.as_ref().map(|at| format!("the next guest starts at {at}"));
+        return (status.state.name().to_owned(), tone, status.state_why.clone().or(waits));
+    }
+    if listed.orphaned {
+        let why = "the guest runs without a keeper: its disk requests wait, and nobody guards its images";
+        return ("keeper died".to_owned(), Tone::Bad, Some(why.to_owned()));
+    }
+    if let Some(parked) = &listed.parked {
+        return ("parked".to_owned(), Tone::Off, Some(format!("since {}", parked.since)));
+    }
+    ("off".to_owned(), Tone::Off, None)
+}
+
+fn last_recovery(status: &MachineStatus) -> Option<String> {
+    let last = status.last_recovery.as_ref()?;
+    let how = if last.warm { "warm" } else { "cold" };
+    let panic = last.panic.as_ref().map(|panic| format!(": {panic}")).unwrap_or_default();
+    Some(format!("{}{panic}; {how}, in {}", last.cause.words(), milliseconds(last.duration_ms)))
+}
+
+fn memory(status: &MachineStatus) -> Memory {
+    let memory = &status.memory;
+    Memory {
+        guest_bytes: memory.resident_bytes,
+        ember_bytes: memory.ember_bytes,
+        held_bytes: memory.held_bytes,
+        boot_set_bytes: memory.boot_set_bytes,
+        nvram_bytes: memory.nvram_bytes,
+        budget_bytes: memory.budget_bytes,
+    }
+}
+
+fn disks(machine: &Machine, status: &MachineStatus) -> Vec<Disk> {
+    let problem = |disk: &hearth_api::DiskStatus| {
+        if disk.waiting_for_space > 0 {
+            return Some(format!("{} requests wait for space", disk.waiting_for_space));
+        }
+        if disk.silent {
+            return Some("QEMU does not use it".to_owned());
+        }
+        (disk.io_errors > 0).then(|| format!("{} I/O errors", disk.io_errors))
+    };
+    let disks = status.disks.iter();
+    disks
+        .map(|disk| Disk {
+            name: disk.name.clone(),
+            bytes: disk.bytes,
+            rates: machine.rates.get(&disk.name).copied(),
+            problem: problem(disk),
+        })
+        .collect()
+}
+
+fn phases(status: &MachineStatus) -> Vec<String> {
+    let mut phases = Vec::new();
+    phases.extend(status.parking_since.as_ref().map(|since| format!("parking since {since}")));
+    phases.extend(status.rejuvenating_since.as_ref().map(|since| format!("replacing QEMU since {since}")));
+    phases.extend(status.save.as_ref().map(|save| format!("saving, {}", progress(save.percent, save.eta_s))));
+    let running = status.dumps.iter().filter(|dump| !dump.state.is_over() && dump.state != DumpState::Waiting);
+    phases.extend(running.map(|dump| format!("dumping, {}", progress(dump.percent, dump.eta_s))));
+    if let Some(restore) = status.restore.as_ref().filter(|restore| !restore.complete) {
+        let loaded = restore.pages.saturating_sub(restore.pages_missing);
+        phases.push(format!("restoring, {loaded} of {} pages loaded", restore.pages));
+        phases.extend(restore.waits.iter().map(|_| "a part of the snapshot cannot be loaded".to_owned()));
+    }
+    let arriving = status.disks.iter().filter_map(|disk| Some((&disk.name, disk.arrival.as_ref()?)));
+    phases
+        .extend(arriving.map(|(name, arrival)| format!("fetching disk {name}, {} left", bytes(arrival.missing_bytes))));
+    if let Some(admission) = status.memory.admission.filter(|admission| admission.waiting > 0) {
+        phases.push(format!("{} threads of QEMU wait for memory", admission.waiting));
+    }
+    phases
+}
+
+fn progress(percent: f64, eta_s: Option<f64>) -> String {
+    let left = eta_s.map_or_else(String::new, |eta_s| format!(", {} left", uptime(eta_s)));
+    format!("{percent:.0} %{left}")
+}
+
+fn dumps(status: &MachineStatus) -> Vec<String> {
+    let dump = |dump: &hearth_api::DumpStatus| {
+        let why = dump.why.as_ref().map(|why| format!(": {why}")).unwrap_or_default();
+        format!("incarnation {}, {}{why}, {}", dump.incarnation, dump.state.name(), dump.file)
+    };
+    status.dumps.iter().rev().map(dump).collect()
+}
+
+/// The commands that somebody who sees this wants next.
+fn commands(machine: &Machine, tone: Tone, hearth: &str) -> Vec<Command> {
+    let name = &machine.listed.name;
+    let of = |does, verb: &str| Command { does, line: format!("{hearth} {verb}").replace("NAME", name) };
+    let Some(status) = &machine.listed.status else {
+        return match &machine.listed {
+            it if it.orphaned => {
+                vec![Command { does: "start its keeper", line: format!("systemctl start hearth@{name}") }]
+            }
+            it if it.parked.is_some() => vec![of("resume all parked guests", "host-reload resume")],
+            _ if machine.attached => vec![Command { does: "start the domain", line: format!("virsh start {name}") }],
+            _ => vec![of("show what happened", "events NAME")],
+        };
+    };
+    let mut commands = Vec::new();
+    if status.dumps.iter().any(|dump| dump.state == DumpState::Waiting) {
+        commands.push(of("continue the dump", "dump NAME --resume"));
+        commands.push(of("give the dump up", "dump NAME --discard"));
+    }
+    if status.next_start.is_some() {
+        commands.push(of("start the next guest now", "reboot NAME"));
+    }
+    if tone == Tone::Good && !machine.attached {
+        commands.push(of("connect to its console", "console NAME"));
+    }
+    commands.push(of("show its state", "status NAME"));
+    commands.push(of("follow its events", "events NAME --follow"));
+    if status.last_recovery.is_some() {
+        commands.push(of("show the last recovery", "explain NAME"));
+    }
+    if tone == Tone::Good && !machine.attached {
+        commands.push(of("reboot the guest", "reboot NAME"));
+        commands.push(of("save it to a folder", "save NAME -o FOLDER"));
+        commands.push(of("stop it", "stop NAME"));
+    }
+    commands
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cli::survey::Collector;
+    use crate::cli::survey::fake::Keepers;
+
+    #[test]
+    fn view_shows_what_is_going_on_and_the_next_command() {
+        let keepers = Keepers::start(&["web"]);
+        let survey = Collector::new(keepers.root()).survey();
+        let view = View::of(&survey, &keepers.root());
+        let web = &view.machines[0];
+        assert_eq!((web.state.as_str(), web.tone), ("running", Tone::Good));
+        assert_eq!(web.phases[0], "dumping, 25 %, 3 s left");
+        assert!(web.events[0].ends_with("guest panicked"), "{:?}", web.events);
+        let console = format!("hearth --runtime-root {} console web", keepers.root().path().display());
+        assert!(web.commands.iter().any(|command| command.line == console), "{:?}", web.commands);
+    }
+}
