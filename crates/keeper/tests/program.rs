@@ -1,7 +1,8 @@
 //! The program itself: what it prints, where, and its exit codes. No machine is started here.
 
 use std::fs;
-use std::io::{Read, Write};
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::TcpStream;
 use std::os::unix::net::UnixListener;
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
@@ -45,6 +46,40 @@ fn stopped_machine_gives_exit_code_3() {
     let nothing = format!("no machine in {}; start one with `hearth run FILE`\n", root.path().display());
     check(root.path(), &["ls"], 0, &nothing, "");
     check(root.path(), &["ls", "--json"], 0, "[]\n", "");
+}
+
+#[test]
+fn top_needs_a_terminal() {
+    let root = tempfile::tempdir().unwrap();
+    let error = "hearth: `hearth top` needs a terminal; `hearth ls` lists the machines without one\n";
+    check(root.path(), &["top"], 1, "", error);
+}
+
+#[test]
+fn host_serves_page_and_metrics_without_libvirt() {
+    let root = tempfile::tempdir().unwrap();
+    let host = |arguments: &[&str]| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_hearth"));
+        command.arg("host").args(arguments).env("HEARTH_RUNTIME_ROOT", root.path()).env("PATH", "/nowhere");
+        command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("cargo has built the program")
+    };
+    let output = host(&[]).wait_with_output().unwrap();
+    let error = "hearth: virsh is not installed (Debian: apt install libvirt-clients)\n";
+    assert_eq!((output.status.code(), String::from_utf8_lossy(&output.stderr).as_ref()), (Some(1), error));
+    let textfile = root.path().join("hearth.prom");
+    let mut child = host(&["--web", "127.0.0.1:0", "--textfile", textfile.to_str().unwrap()]);
+    let mut address = String::new();
+    BufReader::new(child.stdout.take().unwrap()).read_line(&mut address).unwrap();
+    let address = address.trim().trim_start_matches("http://").trim_end_matches('/').to_owned();
+    let mut stream = TcpStream::connect(&address).unwrap();
+    stream.write_all(format!("GET /metrics HTTP/1.1\r\nHost: {address}\r\n\r\n").as_bytes()).unwrap();
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).unwrap();
+    assert!(answer.starts_with("HTTP/1.1 200 OK\r\nContent-Type: text/plain; version=0.0.4\r\n"), "{answer}");
+    assert!(textfile.exists());
+    assert_eq!(child.try_wait().unwrap(), None, "it goes on without virsh");
+    child.kill().unwrap();
+    child.wait().unwrap();
 }
 
 #[test]

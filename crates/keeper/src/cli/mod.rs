@@ -69,6 +69,7 @@ mod survey;
 #[cfg(test)]
 mod tests;
 mod text;
+mod top;
 mod trust;
 mod upgrade_keeper;
 mod vmcore;
@@ -215,6 +216,10 @@ enum Verb {
     Hook(hook::HookArguments),
     /// List the machines.
     Ls,
+    /// Watch all machines in the terminal.
+    ///
+    /// Up and down choose a machine, Enter shows more of it and the commands that act on it, Esc goes back, and q ends.
+    Top,
     /// Show a machine's state.
     Status(NameArgument),
     /// Connect to the guest's serial console.
@@ -565,6 +570,8 @@ pub enum CliError {
     FleetLock(#[from] FleetLockError),
     #[error("{0}")]
     HostReload(String),
+    #[error("`hearth top` needs a terminal; `hearth ls` lists the machines without one")]
+    NoTerminal,
     #[error("cannot use the terminal")]
     Terminal(#[source] io::Error),
     #[error("cannot find a free port on this host")]
@@ -677,6 +684,7 @@ fn perform(verb: Verb, json: bool, root: Option<PathBuf>, out: &mut dyn Write) -
         Verb::Host(arguments) => host::run(context, &arguments),
         Verb::Hook(arguments) => hook::perform(&context.root, &arguments),
         Verb::Ls => list::list(context),
+        Verb::Top => top::watch(context),
         Verb::Status(NameArgument { name }) => status::show(context, &name),
         Verb::Console(NameArgument { name }) => console::connect(context, &name),
         Verb::Reboot { machine, cold, force, wait } => {

@@ -71,3 +71,14 @@ fn serve(root: &RuntimeRoot, name: &str, hang: Arc<AtomicBool>) -> Server {
     let config = Arc::new(Mutex::new(json!({"name": name, "secret": "of the configuration"})));
     Server::start(&root.api_socket(name), Context { control, events, config }).unwrap()
 }
+
+/// For a measurement by hand: twenty keepers in the folder that HEARTH_FAKE_KEEPERS names, for a minute.
+#[test]
+#[ignore = "a measurement by hand"]
+fn serve_twenty_keepers() {
+    let Some(folder) = std::env::var_os("HEARTH_FAKE_KEEPERS") else { return };
+    let names: Vec<String> = (1..=20).map(|number| format!("machine-{number:02}")).collect();
+    let keepers = Keepers::start(&names.iter().map(String::as_str).collect::<Vec<_>>());
+    std::os::unix::fs::symlink(keepers.root().path(), folder).unwrap();
+    std::thread::sleep(Duration::from_secs(60));
+}

@@ -15,7 +15,7 @@ use hearth_api::{ErrorWord, MachineStatus};
 use serde::Serialize;
 
 pub use collector::{Collector, Machine, Survey};
-pub use view::View;
+pub use view::{Disk, MachineView, Memory, Tone, View};
 
 use super::parked::{self, ParkedGuest};
 use crate::attachment::Attachment;
