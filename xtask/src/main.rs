@@ -114,7 +114,7 @@ fn run(chore: Chore) -> Outcome {
         Chore::Docs => shell::run(cargo().args(["test", "--quiet", "-p", "hearth", "generated"]))?,
         Chore::Demo => {
             if std::env::var("OWNER").is_ok_and(|owner| owner == "libvirt") {
-                setup::ensure(&setup::TEST_TOOLS)?;
+                setup::ensure(&setup::LIBVIRT_TOOLS)?;
             }
             bench(&["demo"])?;
         }
@@ -129,7 +129,7 @@ fn run(chore: Chore) -> Outcome {
                     setup::ensure_tools()?;
                     guest::debian_large()?;
                 }
-                "libvirt" => setup::ensure(&setup::TEST_TOOLS)?,
+                "libvirt" => setup::ensure(&setup::LIBVIRT_TOOLS)?,
                 "crash" => setup::ensure(&[setup::tool("makedumpfile", "makedumpfile")])?,
                 "restore" => {
                     setup::ensure_tools()?;

@@ -60,9 +60,21 @@ const TOOLS: [Tool; 23] = [
     tool("find", "findutils"),
 ];
 
+const LIBVIRTD: Tool = tool("/usr/sbin/libvirtd", "libvirt-daemon-system");
+const VIRSH: Tool = tool("virsh", "libvirt-clients");
+
+/// Comparisons with libvirt need these.
+pub const LIBVIRT_TOOLS: [Tool; 2] = [LIBVIRTD, VIRSH];
+
 /// Only tests need these.
-pub const TEST_TOOLS: [Tool; 2] =
-    [tool("/usr/sbin/libvirtd", "libvirt-daemon-system"), tool("virsh", "libvirt-clients")];
+pub const TEST_TOOLS: [Tool; 4] = [
+    LIBVIRTD,
+    VIRSH,
+    // Shows the page of `hearth host`.
+    tool("chromium", "chromium"),
+    // Checks metrics, alert rules and dashboard.
+    tool("promtool", "prometheus"),
+];
 
 /// OVMF's file has had several names.
 const OVMF: [&str; 2] = ["/usr/share/OVMF/OVMF_CODE.fd", "/usr/share/OVMF/OVMF_CODE_4M.fd"];

@@ -31,8 +31,8 @@ impl Browser {
         };
         let program = PROGRAMS.iter().find(on_path)?;
         let profile = tempfile::tempdir().unwrap();
-        let (its_commands, commands) = rustix::pipe::pipe().unwrap();
-        let (answers, its_answers) = rustix::pipe::pipe().unwrap();
+        let (its_commands, commands) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC).unwrap();
+        let (answers, its_answers) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC).unwrap();
         let mut command = Command::new(program);
         command.args([
             "--headless=new",
@@ -44,7 +44,7 @@ impl Browser {
         command.arg(format!("--user-data-dir={}", profile.path().display())).arg("about:blank");
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
         let ends: [OwnedFd; 2] = [its_commands, its_answers];
-        // SAFETY: only calls that are allowed between fork and exec. Both pipes are numbered above 4 before one of them becomes 3.
+        // SAFETY: only calls that are allowed between fork and exec. Both ends get numbers above 4 before one of them becomes 3.
         unsafe {
             command.pre_exec(move || {
                 let high = ends.each_ref().map(|end| libc::fcntl(end.as_raw_fd(), libc::F_DUPFD, 10));
