@@ -66,6 +66,10 @@ fn commands_of_the_page_make_run_change_and_remove_a_machine() -> Result<()> {
     assert!(offers("resize web ''", 3)?.starts_with("root,seed,"));
     assert_eq!(offers("set web crash.lev", 3)?, "crash.level=");
 
+    let nonce = host.nonce()?;
+    host.must("hearth rejuvenate web")?;
+    assert_eq!(host.nonce()?, nonce, "the guest is the same under another QEMU");
+
     let refused = host.shell("hearth rm web --yes")?;
     assert!(refused.status == 1 && refused.text().contains("stop it first: `hearth stop web`"), "{}", refused.text());
     let [set, start, upgrade, reboot, stop, rm] = commands("Day by day").try_into().expect("six commands");
