@@ -284,6 +284,17 @@ pub fn disk_sockets(xml: &str) -> Result<Vec<PathBuf>, DefinitionError> {
     Ok(domain.disks().filter_map(socket_of).map(Path::to_owned).collect())
 }
 
+/// The disks of this definition whose images QEMU opens itself: name, image, and its format as far as it is one that Hearth knows.
+pub fn own_images(xml: &str) -> Result<Vec<(String, PathBuf, Option<Format>)>, DefinitionError> {
+    let document = Document::parse(xml)?;
+    let domain = Domain::of(&document)?;
+    let of = |element| {
+        let format = attribute_of(element, "driver", "type").and_then(Format::named);
+        image(element).ok().map(|path| (target(element).to_owned(), path, format))
+    };
+    Ok(domain.disks().filter_map(of).collect())
+}
+
 /// A domain that is never to run: with QEMU and accelerator of this definition, and nothing else.
 pub fn empty(xml: &str, name: &str) -> Result<String, DefinitionError> {
     let document = Document::parse(xml)?;

@@ -166,6 +166,11 @@ impl Arrival {
         &self.path
     }
 
+    /// Whether both are the same file, by whatever path.
+    pub fn is_same_file(&self, other: &Self) -> bool {
+        self.identity == other.identity
+    }
+
     /// The source that was given when the file was made.
     pub fn source(&self) -> &str {
         &self.source

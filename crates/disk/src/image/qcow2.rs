@@ -291,15 +291,30 @@ fn add_backing(
 /// locked.
 pub fn backing_images(path: &Path) -> Result<Vec<(PathBuf, Format)>, ImageError> {
     let mut found = Vec::new();
+    follow(path, &mut found).map(|()| found)
+}
+
+/// The files of this image, and of the images below it, that are still arriving. Nothing is locked or fetched. Whoever opens the image
+/// learns what else is wrong with it.
+pub fn arriving_images(path: &Path, format: Format) -> io::Result<Vec<Arrival>> {
+    let mut images = vec![(path.to_owned(), format)];
+    if format == Format::Qcow2 {
+        let _ = follow(path, &mut images);
+    }
+    images.iter().filter_map(|(path, _)| Arrival::open(path).transpose()).collect()
+}
+
+/// Adds the backing images of this qcow2 image.
+fn follow(path: &Path, found: &mut Vec<(PathBuf, Format)>) -> Result<(), ImageError> {
     let mut image = path.to_owned();
     loop {
         check_kind(&image)?;
         let file = File::open(&image).map_err(|error| access_error(&image, "open", error))?;
-        let Some((path, format)) = backing_of(&Header::read(&file, &image, None)?, &image)? else { return Ok(found) };
+        let Some((path, format)) = backing_of(&Header::read(&file, &image, None)?, &image)? else { return Ok(()) };
         check_length(found.len() + 1, &path)?;
         found.push((path.clone(), format));
         if format != Format::Qcow2 {
-            return Ok(found);
+            return Ok(());
         }
         image = path;
     }

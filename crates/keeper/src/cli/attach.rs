@@ -14,7 +14,7 @@ use hearth_libvirt::virsh::Virsh;
 use serde::Serialize;
 use similar::TextDiff;
 
-use super::{CliError, Context, Exit, backing, hook};
+use super::{CliError, Context, Exit, arriving, backing, hook};
 use crate::attachment::Attachment;
 use crate::check::life;
 use crate::config::{Config, ConfigFile, DiskSection};
@@ -95,6 +95,7 @@ pub fn attach(context: &mut Context<'_>, arguments: &AttachArguments) -> Result<
     };
     let attached = definition::attach(&plain, cache_map, on_crash, |disk| disk_socket(&folder, disk), backing::check);
     let attached = attached.map_err(|error| refused(&name, error))?;
+    must_leave_none_arriving(&attached)?;
     let text = configuration(earlier, &attached, &attachment, &context.root)?;
     let diff = difference(&current, &attached.xml);
     if !context.json {
@@ -139,6 +140,7 @@ pub fn detach(context: &mut Context<'_>, arguments: &DetachArguments) -> Result<
         return Err(CliError::Machine { name, what: "is not attached".to_owned() });
     };
     let plain = detached(&current, &before, &name, &context.root)?;
+    must_have_arrived(&plain, &name)?;
     virsh.define(&plain)?;
     // Its keeper may have died, and the next one needs the files.
     if !virsh.is_off(&name)? && is_served(&virsh, &name, &context.root)? {
@@ -154,6 +156,26 @@ pub fn detach(context: &mut Context<'_>, arguments: &DetachArguments) -> Result<
     attachment.remove();
     context.write_line(&format!("{name} is detached"))?;
     Ok(Exit::Done)
+}
+
+/// Refuses to leave a disk with libvirt's own QEMU that has not arrived completely.
+fn must_leave_none_arriving(attached: &Attached) -> Result<(), CliError> {
+    let name = &attached.name;
+    let left: Vec<_> = attached.left.iter().map(|left| format!("{}: {}", left.name, left.why)).collect();
+    let hint = format!("make it a disk that Hearth can serve ({})", left.join("; "));
+    match arriving::problems(&attached.xml, &hint).map_err(|error| refused(name, error))? {
+        arriving if arriving.is_empty() => Ok(()),
+        problems => Err(CliError::NotAttachable { name: name.clone(), problems }),
+    }
+}
+
+/// Refuses to give a disk back to libvirt's own QEMU that has not arrived completely.
+fn must_have_arrived(plain: &str, name: &str) -> Result<(), CliError> {
+    let hint = format!("run the domain until event disk_complete (`hearth events {name}`), or take the disk out of it");
+    match arriving::problems(plain, &hint).map_err(|error| refused(name, error))? {
+        arriving if arriving.is_empty() => Ok(()),
+        problems => Err(CliError::NotDetachable { name: name.to_owned(), problems }),
+    }
 }
 
 /// Whether the QEMU that runs the domain uses disks of Hearth's.

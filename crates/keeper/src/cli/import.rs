@@ -17,7 +17,7 @@ use hearth_libvirt::virsh::Virsh;
 use serde::Serialize;
 
 use super::attach::{MEMORY_STEP, problems, section};
-use super::{CliError, Context, Exit, absolute, backing};
+use super::{CliError, Context, Exit, absolute, arriving, backing};
 use crate::attachment::Attachment;
 use crate::config::{BootSection, Config, ConfigFile, NetSection, WatchdogSection};
 use crate::problem::Problem;
@@ -58,6 +58,7 @@ pub fn import(context: &mut Context<'_>, arguments: ImportArguments) -> Result<E
     let refused = |error| CliError::NotImportable { name: domain.clone(), problems: problems(&domain, error) };
     let name = definition::name(&xml).map_err(refused)?;
     must_be_free(&virsh, &name)?;
+    must_have_arrived(&xml, &name)?;
     let imported = import::import(&xml, backing::check).map_err(refused)?;
     let folder = absolute(arguments.folder.unwrap_or_else(|| PathBuf::from(&name)));
     let file = folder.join("machine.toml");
@@ -90,6 +91,14 @@ fn must_be_free(virsh: &Virsh, name: &str) -> Result<(), CliError> {
         return refuse("libvirt has saved its memory, which belongs to its disks as they are now", hint);
     }
     Ok(())
+}
+
+/// The machine would not know its disks' store.
+fn must_have_arrived(xml: &str, name: &str) -> Result<(), CliError> {
+    let hint = format!("attach it, and run it until all of it is there: hearth attach {name}");
+    let failed = |problems| CliError::NotImportable { name: name.to_owned(), problems };
+    let arriving = arriving::problems(xml, &hint).map_err(|error| failed(problems(name, error)))?;
+    if arriving.is_empty() { Ok(()) } else { Err(failed(arriving)) }
 }
 
 fn configuration(imported: &Imported) -> ConfigFile {

@@ -1,7 +1,7 @@
 //! `hearth restore` and `hearth working-set`: machines from snapshots.
 //!
 //! snapshot -> a folder for the new machine: machine.toml and overlay disks -> `hearth run`, with the order to start
-//! from the snapshot
+//! from the snapshot; or, for a domain of libvirt, a folder with the overlay disks alone
 
 use std::collections::BTreeMap;
 use std::fs::{self, DirBuilder, OpenOptions};
@@ -23,7 +23,7 @@ use super::object_store::{StoreArguments, place};
 use super::text::{Side, bytes, table};
 use super::trust::Trust;
 use super::{CliError, Context, Exit, absolute, configuration};
-use crate::config::{ConfigFile, InForce, SECONDS_MAX, Setting};
+use crate::config::{ConfigFile, InForce, ObjectStoreSection, SECONDS_MAX, Setting};
 use crate::drill::drill;
 use crate::folders::{Folders, restored_disk};
 use crate::machine::lazy_restore::{Probe, RestoreOrder, Trace};
@@ -95,6 +95,11 @@ pub struct RestoreArguments {
     /// It must have the saved machine's machine type.
     #[arg(long, value_name = "PATH")]
     qemu: Option<PathBuf>,
+    /// Create only the disks, for a domain of libvirt: no machine, no memory.
+    ///
+    /// See docs/libvirt.md.
+    #[arg(long, requires = "folder", conflicts_with_all = ["name", "mode", "trace", "until", "settings", "forward", "qemu"])]
+    pub disks_only: bool,
     #[command(flatten)]
     store: StoreArguments,
 }
@@ -200,6 +205,19 @@ fn create_files(
     order: &RestoreOrder,
 ) -> Result<(), CliError> {
     let folder = file.parent().expect("it is in the machine's folder");
+    let disks = create_disks(snapshot, &trust, folder, order.mode == Mode::Eager)?;
+    Order::new(file, &order.snapshot, snapshot.seal(), order.mode, &disks)?.write()?;
+    let written = OpenOptions::new().write(true).create_new(true).mode(0o600).open(file);
+    let written = written.and_then(|mut file| {
+        file.write_all(text.as_bytes())?;
+        file.sync_all()
+    });
+    let written = written.and_then(|()| fs::File::open(folder)?.sync_all());
+    written.map_err(|source| CliError::File { path: file.to_owned(), source })
+}
+
+/// Creates images over the snapshot's disks in this folder, and returns their paths. `whole`: they are fetched now.
+fn create_disks(snapshot: &Snapshot, trust: &Trust, folder: &Path, whole: bool) -> Result<Vec<PathBuf>, CliError> {
     let (mut disks, saved) = (Vec::new(), saved_disks(folder));
     if snapshot.is_far() && !snapshot.manifest.disks.is_empty() {
         let made = DirBuilder::new().mode(0o700).create(&saved);
@@ -208,7 +226,7 @@ fn create_files(
     for disk in &snapshot.manifest.disks {
         let path = restored_disk(folder, &disk.name);
         let mut said = Instant::now();
-        let image = snapshot.expect_disk(disk, &saved, order.mode == Mode::Eager, &mut |bytes, all| {
+        let image = snapshot.expect_disk(disk, &saved, whole, &mut |bytes, all| {
             if said.elapsed() >= SAY_EVERY {
                 said = Instant::now();
                 eprintln!("hearth: disk {}: {} of {} MiB", disk.name, bytes >> 20, all >> 20);
@@ -220,14 +238,55 @@ fn create_files(
         create(&path, &image, &disk.format)?;
         disks.push(path);
     }
-    Order::new(file, &order.snapshot, snapshot.seal(), order.mode, &disks)?.write()?;
-    let written = OpenOptions::new().write(true).create_new(true).mode(0o600).open(file);
-    let written = written.and_then(|mut file| {
-        file.write_all(text.as_bytes())?;
-        file.sync_all()
-    });
-    let written = written.and_then(|()| fs::File::open(folder)?.sync_all());
-    written.map_err(|source| CliError::File { path: file.to_owned(), source })
+    Ok(disks)
+}
+
+/// What `restore --disks-only --json` prints.
+#[derive(Debug, Serialize)]
+struct RestoredDisks {
+    /// Paths of the images, in the order of the snapshot.
+    disks: Vec<PathBuf>,
+    /// Whether they are fetched while they are used.
+    arriving: bool,
+}
+
+/// Creates a folder with images over the snapshot's disks.
+pub fn restore_disks(context: &mut Context<'_>, arguments: RestoreArguments) -> Result<Exit, CliError> {
+    let snapshot = arguments.store.open(&place(arguments.snapshot))?;
+    let folder = absolute(arguments.folder.expect("clap requires it"));
+    let trust = Trust::of(&snapshot, &context.root, arguments.trust_config);
+    DirBuilder::new().mode(0o700).create(&folder).map_err(|source| CliError::File { path: folder.clone(), source })?;
+    let made = create_disks(&snapshot, &trust, &folder, false);
+    // This command has just created the folder.
+    let disks = made.inspect_err(|_| remove_machine(&folder))?;
+    let made = RestoredDisks { disks, arriving: snapshot.is_far() };
+    if context.json {
+        context.write_json(&made)?;
+    } else {
+        tell_disks(context, &made, arguments.store.section())?;
+    }
+    Ok(Exit::Done)
+}
+
+fn tell_disks(
+    context: &mut Context<'_>,
+    made: &RestoredDisks,
+    object_store: Option<ObjectStoreSection>,
+) -> Result<(), CliError> {
+    made.disks.iter().try_for_each(|disk| context.write_line(&disk.display().to_string()))?;
+    context.write_line("\nName them in the domain's definition as qcow2 images on the virtio bus.")?;
+    if !made.arriving {
+        return Ok(());
+    }
+    context.write_line(
+        "They are fetched while the domain runs. Until then every program but Hearth's keeper reads zeroes in them: \
+         run `hearth attach DOMAIN` before the domain's first start.",
+    )?;
+    let section = ConfigFile { object_store, ..ConfigFile::default() }.to_text();
+    if section.is_empty() {
+        return Ok(());
+    }
+    context.write_line(&format!("Then add to /etc/hearth/DOMAIN.toml:\n\n{}", section.trim_end()))
 }
 
 #[derive(Debug, Serialize)]

@@ -32,6 +32,7 @@ use crate::runtime_root::RuntimeRoot;
 use crate::upgrade::Inheritance;
 
 mod age;
+mod arriving;
 mod attach;
 mod backing;
 mod clone;
@@ -519,6 +520,8 @@ pub enum CliError {
     NotSet { file: PathBuf, problems: Vec<Problem> },
     #[error("{name} cannot be attached")]
     NotAttachable { name: String, problems: Vec<Problem> },
+    #[error("{name} cannot be detached")]
+    NotDetachable { name: String, problems: Vec<Problem> },
     #[error("{name} cannot be imported")]
     NotImportable { name: String, problems: Vec<Problem> },
     #[error(transparent)]
@@ -623,7 +626,7 @@ pub fn main(run: fn(Start) -> ExitCode) -> ExitCode {
                 .inspect_err(|error| inheritance.give_back(&crate::chain(error)))
                 .map(|(in_force, folders)| run(Start { in_force, folders, root, restore: None, inheritance }))
         }
-        Verb::Restore(arguments) => {
+        Verb::Restore(arguments) if !arguments.disks_only => {
             drop(out);
             let root = root_of(cli.runtime_root);
             let prepared = lazy_restore::prepare(arguments, &root);
@@ -655,6 +658,7 @@ fn complain(error: &CliError) {
     if let CliError::Configuration { problems, .. }
     | CliError::NotSet { problems, .. }
     | CliError::NotAttachable { problems, .. }
+    | CliError::NotDetachable { problems, .. }
     | CliError::NotImportable { problems, .. }
     | CliError::Unready { problems, .. }
     | CliError::CannotTakeOver { problems, .. } = error
@@ -668,7 +672,8 @@ fn perform(verb: Verb, json: bool, root: Option<PathBuf>, out: &mut dyn Write) -
     let mut context = Context { root: root_of(root), json, out };
     let context = &mut context;
     match verb {
-        Verb::Run(_) | Verb::Restore(_) | Verb::Rehearse(_) => unreachable!("`main` takes these"),
+        Verb::Restore(arguments) => lazy_restore::restore_disks(context, arguments),
+        Verb::Run(_) | Verb::Rehearse(_) => unreachable!("`main` takes these"),
         Verb::WorkingSet { snapshot, store } => lazy_restore::working_set(context, &snapshot, &store),
         Verb::Check { file: FileArgument { file }, take_over: false } => configuration::check(context, &file),
         Verb::Check { file: FileArgument { file }, take_over: true } => configuration::check_take_over(context, &file),

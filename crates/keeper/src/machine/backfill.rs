@@ -6,21 +6,22 @@
 //! A read of a missing block waits, also while the store is unreachable; it never fails. Only when the guest has ended,
 //! and nobody sees the result, such a read ends with an error, so that the disk can be drained.
 //!
-//! The notes in the machine's folder say what is missing. They do not depend on the restored guest: it may crash,
-//! reboot or lose its keeper while its disks are fetched.
+//! The notes beside the images below the machine's own say what is missing. They do not depend on the guest: it may crash,
+//! reboot or lose its keeper while its disks are fetched. For a domain of libvirt a backfill lives as long as its images are
+//! open: while it is off, its owner may put other files in their place.
 
-use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::time::Instant;
 
 use hearth_api::{ArrivalStatus, EventKind};
 use hearth_disk::arrival::{Arrival, MissPolicy};
+use hearth_disk::image::arriving_images;
 use hearth_recovery::snapshot::{ArrivingDisk, SnapshotError};
 use hearth_store::Scheduler;
 
-use super::Context;
-use crate::config::ObjectStoreConfig;
+use super::{Context, launch};
+use crate::config::{Config, ObjectStoreConfig};
 use crate::event::{BackfillMessage, Event};
 use crate::object_store::{far, saved_disks};
 
@@ -39,7 +40,7 @@ pub struct Backfill {
 }
 
 struct ArrivingOne {
-    /// Name of the disk in the snapshot.
+    /// Name of the disk.
     name: String,
     disk: Arc<ArrivingDisk>,
 }
@@ -51,20 +52,37 @@ impl Drop for Backfill {
 }
 
 impl Backfill {
-    /// Finds the disks that the notes in the machine's folder name.
-    pub fn find(folder: &Path, config: &ObjectStoreConfig) -> Result<Self, SnapshotError> {
+    /// Finds what is missing of the machine's disks, and of those of its snapshot: pages of its memory may be on them.
+    pub fn find(config: &Config) -> Result<Self, SnapshotError> {
         let mut backfill = Self::default();
-        let Ok(entries) = std::fs::read_dir(saved_disks(folder)) else { return Ok(backfill) };
-        for path in entries.flatten().map(|entry| entry.path()) {
+        for disk in &config.devices.disks {
+            let found = arriving_images(&disk.path, launch::image_options(disk).format);
+            let failed = |source| SnapshotError::Io { path: disk.path.clone(), what: "read", source };
+            for arrival in found.map_err(failed)? {
+                backfill.add(&disk.name, arrival, &config.object_store)?;
+            }
+        }
+        let saved = config.file.parent().map(|folder| std::fs::read_dir(saved_disks(folder)));
+        for path in saved.into_iter().flatten().flatten().flatten().map(|entry| entry.path()) {
             let name = path.file_name().and_then(|name| name.to_str()?.strip_prefix("disk-"));
             let Some(name) = name.filter(|name| !name.ends_with(".arrival")) else { continue };
             let failed = |source| SnapshotError::Io { path: path.clone(), what: "read", source };
-            let Some(arrival) = Arrival::open(&path).map_err(failed)? else { continue };
-            let far = far(ArrivingDisk::folder_of(&arrival).as_ref(), config, &backfill.scheduler)?;
-            let disk = Arc::new(ArrivingDisk::new(Arc::new(arrival), far));
-            backfill.disks.push(ArrivingOne { name: name.to_owned(), disk });
+            if let Some(arrival) = Arrival::open(&path).map_err(failed)? {
+                backfill.add(name, arrival, &config.object_store)?;
+            }
         }
         Ok(backfill)
+    }
+
+    /// Two images may be over the same file.
+    fn add(&mut self, name: &str, arrival: Arrival, config: &ObjectStoreConfig) -> Result<(), SnapshotError> {
+        if self.disks.iter().any(|one| one.disk.arrival.is_same_file(&arrival)) {
+            return Ok(());
+        }
+        let far = far(ArrivingDisk::folder_of(&arrival).as_ref(), config, &self.scheduler)?;
+        let disk = Arc::new(ArrivingDisk::new(Arc::new(arrival), far));
+        self.disks.push(ArrivingOne { name: name.to_owned(), disk });
+        Ok(())
     }
 
     /// The disks as the image layer needs them to open an image over a missing one.

@@ -121,12 +121,10 @@ impl Disks {
         }
     }
 
-    /// Finds the disks that are still in an object store. Sends no request yet. Call it before the disks are opened.
-    pub fn find_backfill(&mut self, context: &Context) -> Result<(), MachineError> {
-        let config = &context.config;
-        let Some(folder) = config.file.parent() else { return Ok(()) };
-        self.backfill = Backfill::find(folder, &config.object_store).map_err(MachineError::Arrival)?;
-        self.backfill.set_miss_policy(MissPolicy::Wait);
+    /// Finds the disks that are still in an object store, and begins to fetch them. Call it before the disks are opened.
+    pub fn find_backfill(&mut self, context: &Context, policy: MissPolicy) -> Result<(), MachineError> {
+        self.backfill = Backfill::find(&context.config).map_err(MachineError::Arrival)?;
+        self.backfill.set_miss_policy(policy);
         self.backfill.start(&context.outside.tell).map_err(MachineError::ArrivalThread)
     }
 

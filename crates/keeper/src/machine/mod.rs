@@ -120,6 +120,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
 use hearth_api::{EndCause, EventKind};
+use hearth_disk::arrival::MissPolicy;
 use hearth_disk::server::DiskServer;
 use hearth_qemu::QmpEvent;
 use hearth_recovery::incarnation::Incarnation;
@@ -213,7 +214,7 @@ impl Machine {
             copies: DiskCopies::default(),
             crash_recovery: CrashRecovery::default(),
         };
-        machine.disks.find_backfill(&machine.context)?;
+        machine.disks.find_backfill(&machine.context, MissPolicy::Wait)?;
         let taken_over = match machine.take_over() {
             Err(error) if !machine.disks.backfill.is_complete() || !machine.lazy_restore.is_complete() => {
                 // The guest lives on without a keeper: a read that waits must not fail, and must not be waited for.

@@ -36,7 +36,7 @@ const NAME_BYTES_MAX: usize = 32;
 const DEFAULT_SLACK: &str = "3%";
 const DEFAULT_KEEP_MEMORY: &str = "10m";
 /// What the file of a domain of libvirt may have.
-const OF_DOMAIN: [&str; 13] = [
+const OF_DOMAIN: [&str; 14] = [
     "name",
     "owner",
     "memory",
@@ -49,6 +49,7 @@ const OF_DOMAIN: [&str; 13] = [
     "memory_folder",
     "crash",
     "disks",
+    "object_store",
     "remount",
 ];
 /// More threads only wait for the disk.

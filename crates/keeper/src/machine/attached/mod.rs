@@ -11,8 +11,8 @@
 //!
 //! It is made of the same parts as a `Machine`, and does with a dead guest what that does: drain, bank, settle. QEMU's memory has no
 //! name (memfd): it outlives QEMU because the keeper has a descriptor of it, and ends with the keeper. While the domain is off its
-//! images are closed, so that other programs can use them; they are compared with their notes before the next start. The dead guest's
-//! memory is kept for a time, and then only boot set and cache map are left.
+//! images are closed, so that other programs can use them, and nothing is fetched of a disk that is still arriving; they are compared
+//! with their notes before the next start. The dead guest's memory is kept for a time, and then only boot set and cache map are left.
 //!
 //! A guest that is reset inside its QEMU is the other way (`in_place`). One that has crashed is dumped beside the next one (`crash`).
 //!
@@ -31,6 +31,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use hearth_api::{EmberMode, EndCause, EventKind, MachineState};
+use hearth_disk::arrival::MissPolicy;
 use hearth_disk::image::Unwritten;
 use hearth_disk::ledger::Ledger;
 use hearth_disk::server::{DiskServer, Peer, Question, ToldMemory};
@@ -41,6 +42,7 @@ use hearth_recovery::journal::{MemoryNote, QemuIdentity};
 use hearth_recovery::warm_reboot::restored::{CarriedOver, carry_over};
 use hearth_recovery::warm_reboot::{Phase, tracking};
 
+use super::backfill::{Backfill, handle_backfill};
 use super::crash_recovery::CrashRecovery;
 use super::disk_copy::DiskCopies;
 use super::disks::Disks;
@@ -136,7 +138,13 @@ impl Attached {
             copies: DiskCopies::default(),
             is_told_to_end: false,
         };
-        let taken_over = attached.take_over()?;
+        let taken_over = match attached.take_over() {
+            Err(error) if !attached.disks.backfill.is_complete() => {
+                attached.leave(DiskServer::abandon);
+                return Err(error);
+            }
+            taken_over => taken_over?,
+        };
         attached.take_over_crash();
         if taken_over {
             attached.warm_reboot.divide_disks(&attached.context, &attached.disks);
@@ -241,6 +249,7 @@ impl Attached {
                 return self.qemu_ended(how);
             }
             Event::Disk { disk, notice } => Disks::handle_disk(&self.context, disk, notice),
+            Event::Backfill(message) => handle_backfill(&self.context, message),
             Event::DiskCopy { number, message } => self.copies.handle(&self.context, number, message),
             Event::DiskEnded { disk, why } => return Err(MachineError::DiskEnded { disk, why }),
             Event::Dump { incarnation, message } => {
@@ -259,8 +268,11 @@ impl Attached {
     /// Opens the images and serves them to a QEMU that is not older than this.
     fn serve(&mut self, since_ticks: u64) -> Result<(), MachineError> {
         self.fast_remount.boot_begins(&self.context, &self.warm_reboot);
+        // What arrives changes an image, so nothing is to arrive before the images are compared that they do not need to be opened.
+        self.disks.find_backfill(&self.context, MissPolicy::Urge)?;
         self.disks.open(&mut self.context, &self.warm_reboot, None, None, Unwritten::Drop)?;
         self.disks.judge_idle(&self.context, &self.warm_reboot, &mut self.recovery);
+        self.disks.backfill.set_miss_policy(MissPolicy::Wait);
         self.state = State::Awaited { since_ticks, process: None };
         Ok(())
     }
@@ -271,6 +283,8 @@ impl Attached {
         if self.saved.take().is_some() {
             self.recovery.set_cold("libvirt did not restore the guest that it had saved".to_owned());
         }
+        // Before the images are noted: what arrives changes them.
+        self.disks.backfill = Backfill::default();
         self.disks.close_for_wait(&mut self.context, &self.warm_reboot);
         self.state = State::Off;
         if Attachment::of(&self.context.config.name).is_detached() {
@@ -467,6 +481,8 @@ impl Attached {
         let Life { incarnation, began: lived_since, crash, .. } = life;
         let cause = if crash.is_some() { EndCause::Panic } else { EndCause::QemuEnded };
         self.resets = Resets::default();
+        // The guest can see no error any more, and its disks must be drained.
+        self.disks.backfill.set_miss_policy(MissPolicy::Refuse);
         self.crash_recovery.last_end = Some(cause);
         self.disks.expect_nobody();
         self.copies.make_way("the guest ended");
@@ -549,6 +565,7 @@ impl Attached {
             .for_each(|number| discard_files(folder, number));
         let incarnation = self.reopen(id.pid);
         self.forget_unless_tracked(incarnation.as_ref());
+        self.disks.find_backfill(&self.context, MissPolicy::Wait)?;
         self.disks.open(&mut self.context, &self.warm_reboot, None, incarnation.as_ref(), Unwritten::Keep)?;
         self.disks.expect_only(Peer { pid: id.pid, start_ticks: id.start_ticks });
         self.disks.admit(&self.context, id.pid);
@@ -602,6 +619,14 @@ impl Attached {
         }
     }
 
+    /// Leaves the guest to the next keeper, which finds it as after a kill of this one.
+    fn leave(mut self, leave_disks: fn(Vec<DiskServer>)) {
+        self.context.folders.stay_locked();
+        leave_disks(std::mem::take(&mut self.disks.servers));
+        std::mem::take(&mut self.disks.backfill).leave();
+        self.warm_reboot.monitor.leave();
+    }
+
     /// Leaves a QEMU to the next keeper; without one, gives back all memory. `leave_disks`: how the disks' servers are left.
     fn end(mut self, leave_disks: fn(Vec<DiskServer>)) {
         // Its memory ends with this keeper.
@@ -609,12 +634,13 @@ impl Attached {
         let serves = !self.disks.servers.is_empty();
         let is_detached = Attachment::of(&self.context.config.name).is_detached();
         if serves && self.context.journal.qemu.is_some() {
-            self.context.folders.stay_locked();
-            leave_disks(std::mem::take(&mut self.disks.servers));
-            self.warm_reboot.monitor.leave();
+            // A read that waits for a missing block would hold up the others.
+            let is_complete = self.disks.backfill.is_complete();
+            self.leave(if is_complete { leave_disks } else { DiskServer::abandon });
             return;
         }
         if serves {
+            self.disks.backfill = Backfill::default();
             self.disks.close_for_wait(&mut self.context, &self.warm_reboot);
         }
         self.warm_reboot.monitor.watch(None);

@@ -42,6 +42,7 @@ impl Attached {
     /// Has a thread make the copy, which answers. The guest's agent is libvirt's.
     fn begin_disk_copy(&mut self, request: CopyDiskRequest, answer: &Reply) -> Result<(), ApiError> {
         self.must_run("copy a disk")?;
+        self.disks.must_be_complete("copy a disk")?;
         self.disks.must_have_space(&self.context, "copy a disk")?;
         let consistency = Consistency::Crash { why: "nobody has frozen its file systems" };
         self.copies.begin(&self.context, &self.disks, request, |_| consistency, answer)
