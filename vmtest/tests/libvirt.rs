@@ -4,10 +4,13 @@
 //! - `ends`: QEMU or the keeper ends, and what is kept.
 //! - `resets`: the guest is reset inside its QEMU.
 //! - `crashes`: the guest panics, and who ends or restarts it.
+//! - `arrivals`: a disk that is fetched from an object store while the domain runs.
 //! - `copies`: copies of a disk, with a frozen guest.
 //! - `package`: the package's unit, and its removal.
 //! - `kills`: keeper, QEMU, libvirtd and `hearth host` are killed at random moments.
 
+#[path = "libvirt/arrivals.rs"]
+mod arrivals;
 #[path = "libvirt/attach.rs"]
 mod attach;
 #[path = "libvirt/copies.rs"]
