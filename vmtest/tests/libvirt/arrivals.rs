@@ -13,7 +13,7 @@ use super::{FILES, MEMORY_MIB, SEED, image_folder, make_files, verify, wait_off}
 const NAME: &str = "arrivals";
 const MIB: u64 = 1 << 20;
 
-/// Saves a machine with a disk of files to the store.
+/// Saves a machine with a disk of files to a folder and to the store.
 fn save(server: &S3Server, folder: &Path) -> Result<()> {
     let (image, credentials) = (folder.join("data.img"), folder.join("s3.env"));
     make_files(&image)?;
@@ -25,6 +25,7 @@ fn save(server: &S3Server, folder: &Path) -> Result<()> {
         .collect();
     let disk = Disk::in_place(&image).setting("name", "data");
     let vm = TestVm::busybox("saved").disk(disk).setting("object_store", section).boot()?;
+    vm.save(&folder.join("saved"))?;
     vm.save(Path::new(&format!("s3://{BUCKET}/one")))?;
     vm.stop_at_once().map(drop)
 }
@@ -49,11 +50,15 @@ fn domain_runs_while_its_disk_arrives() -> Result<()> {
     let disk = DomainDisk { target: "vda", image: &image, format: "qcow2", limits: None };
     let Some(vm) = LibvirtVm::define(NAME, MEMORY_MIB, &[disk])? else { return Ok(()) };
     save(&server, images.path())?;
+    let at = |name: &str| images.path().join(name).display().to_string();
+
+    let said = vm.hearth(&["restore", &at("saved"), "--disks-only", "--folder", &at("local")])?;
+    assert!(said.contains(&at("local/disk-data.qcow2")) && !said.contains("attach"), "{said}");
+    vm.must(&["qemu-img", "compare", &at("local/disk-data.qcow2"), &at("data.img")], "")?;
 
     // So slow that much is missing also after a slow boot.
     let slow = Wire::Slow(MIB);
     server.set_wire(slow);
-    let at = |name: &str| images.path().join(name).display().to_string();
     let (from, path) = (format!("s3://{BUCKET}/one"), at("disks"));
     let store = ["--credentials", &at("s3.env"), "--cache", &at("cache")];
     let said = vm.hearth(&[&["restore", &from, "--disks-only", "--folder", &path][..], &store].concat())?;

@@ -420,6 +420,8 @@ fn domain_of_libvirt_has_only_its_own_keys() {
     let config = of_domain("refill = \"on\"").unwrap();
     assert_eq!((config.owner, config.memory.keep_memory_s), (Owner::Libvirt, Some(600)));
     assert_eq!(of_domain("keep_memory = \"1h\"").unwrap().memory.keep_memory_s, Some(3600));
+    let config = of_domain("object_store.credentials = \"/etc/hearth/s3.env\"").unwrap();
+    assert_eq!(config.object_store.credentials, Some("/etc/hearth/s3.env".into()));
     let refused = |more: &str| of_domain(more).unwrap_err().iter().map(ToString::to_string).collect::<Vec<_>>();
     let hint = "does not work with `owner = \"libvirt\"`; remove it; `virsh edit` changes the domain";
     assert_eq!(
