@@ -376,6 +376,16 @@ impl LibvirtVm {
         self.must(&["libvirtd", "-d", "-p", &pid_file], "").map(drop)
     }
 
+    /// Has libvirt's daemon killed in place of a system call: of its calls of this name for this file, the one with this number.
+    pub fn kill_libvirt_at(&self, (call, number): (&str, u32), file: &str) -> Result<()> {
+        let injection = format!("inject={call}:signal=KILL:when={number}");
+        let pid = self.must(&["pidof", "libvirtd"], "")?;
+        let strace = ["strace", "-f", "-qq", "-o", "/dev/null", "-P", file, "-e", &injection, "-p", pid.trim()];
+        self.start_process(&strace.map(str::to_owned))?;
+        let untraced = ["grep", "-q", "TracerPid:\t0$", &format!("/proc/{}/status", pid.trim())];
+        self.wait_until("strace", || Ok(!self.command(&untraced, "")?.status.success()))
+    }
+
     fn wait_libvirt(&self) -> Result<()> {
         self.wait_until("libvirt", || Ok(self.command(&["virsh", "-q", "list"], "")?.status.success()))
     }

@@ -233,17 +233,35 @@ fn guest_that_panics_before_it_uses_its_disk_comes_back() -> Result<()> {
     Ok(())
 }
 
+/// Its daemon dies before it notes the start, and after it, when it does not know QEMU's pid yet.
 #[test]
 fn domain_comes_back_though_libvirt_dies_while_it_starts_it() -> Result<()> {
-    let Some(files) = Files::running_with("unfinished", "", "")? else { return Ok(()) };
+    let name = "unfinished";
+    let Some(files) = Files::running_with(name, "", "loop_count = 2\nloop_delay_s = 3")? else { return Ok(()) };
     let vm = &files.vm;
     vm.start_host()?;
-    files.verify()?;
     vm.panic()?;
-    // libvirt's hook has had the disks served, and QEMU is about to be started.
-    vm.wait_until("the start", || Ok(vm.status()?.state == MachineState::Starting))?;
-    vm.command(&["pkill", "-KILL", "-x", "libvirtd"], "")?;
-    vm.start_libvirt()?;
     vm.wait_next_boot()?;
-    files.assert_warm()
+    let state = format!("/run/libvirt/qemu/{name}.xml");
+    for number in [1, 2] {
+        files.verify()?;
+        vm.panic()?;
+        vm.wait_until("the wait of a crash loop", || Ok(vm.status()?.next_start.is_some()))?;
+        vm.wait_state("shut off")?;
+        vm.kill_libvirt_at(("rename", number), &format!("{state}.new"))?;
+        vm.wait_until("libvirt's death", || Ok(vm.command(&["pgrep", "-x", "libvirtd"], "")?.stdout.is_empty()))?;
+        vm.start_libvirt()?;
+        if number == 2 {
+            let remedy = format!("rm {state}; systemctl restart libvirtd");
+            let says = |why: String| why.contains(&remedy);
+            vm.wait_until("what to do", || Ok(vm.status()?.state_why.is_some_and(says)))?;
+            vm.must(&["rm", &state], "")?;
+            vm.must(&["pkill", "-x", "libvirtd"], "")?;
+            vm.wait_until("libvirt's end", || Ok(vm.command(&["pgrep", "-x", "libvirtd"], "")?.stdout.is_empty()))?;
+            vm.start_libvirt()?;
+        }
+        vm.wait_next_boot()?;
+        files.assert_warm()?;
+    }
+    Ok(())
 }

@@ -191,7 +191,8 @@ impl Recovery {
     fn try_start(&self) -> bool {
         let started = self.virsh.start(&self.domain);
         if let Err(error) = &started {
-            tracing::warn!(domain = self.domain, %error, "trying again");
+            let why = self.client.status().ok().and_then(|status| status.state_why);
+            tracing::warn!(domain = self.domain, %error, why, "trying again");
         }
         started.is_ok()
     }

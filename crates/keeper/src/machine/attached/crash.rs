@@ -7,7 +7,7 @@
 //! that ends gives up what its dump has not written.
 
 use std::fs;
-use std::io::{self, Read};
+use std::io;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
@@ -16,15 +16,10 @@ use hearth_recovery::journal::OrderNote;
 use hearth_recovery::vmcore::dump::incomplete_path;
 use hearth_recovery::vmcore::notes::Notes;
 
-use super::{Attached, QEMU_FOLDER, State};
+use super::{Attached, State};
 use crate::config::OnPanic;
 use crate::machine::crash_recovery::{CrashRecovery, can_dump, is_noted};
 use crate::machine::state::BackOff;
-
-/// How such a file begins, after a comment, if the guest has crashed.
-const CRASHED: &str = "<domstatus state='crashed'";
-/// Bytes before which that is.
-const HEAD_BYTES: u64 = 4 << 10;
 
 /// A guest that has crashed, and stands still in its QEMU.
 pub struct Crash {
@@ -67,19 +62,6 @@ impl Crash {
         }
         format!("its guest has crashed, and stands still as `on_panic` says; `virsh destroy {domain}` ends it")
     }
-}
-
-/// Why a domain stands still whose crash nobody has reported. None: its guest has not crashed.
-pub fn unreported(domain: &str) -> Option<String> {
-    let mut head = String::new();
-    let file = fs::File::open(Path::new(QEMU_FOLDER).join(format!("{domain}.xml"))).ok()?;
-    file.take(HEAD_BYTES).read_to_string(&mut head).ok()?;
-    head.contains(CRASHED).then(|| {
-        format!(
-            "its guest has crashed, and libvirt keeps it; `hearth host` would have it dumped, and start the next one: \
-             systemctl start hearth-host; or end it without a dump: virsh destroy {domain}"
-        )
-    })
 }
 
 /// Cuts off what follows the registers in their file. Returns the bytes that are left.

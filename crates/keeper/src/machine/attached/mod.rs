@@ -21,6 +21,7 @@
 
 mod crash;
 mod in_place;
+mod libvirt_state;
 mod orders;
 mod qemu;
 

@@ -7,7 +7,8 @@ use hearth_api::{
     StopRequest, UserfaultStatus,
 };
 
-use super::crash::{self, NextStart};
+use super::crash::NextStart;
+use super::libvirt_state::LibvirtState;
 use super::{Attached, Life, State};
 use crate::config::ConfigFile;
 use crate::control::{Answer, Command, Reply};
@@ -187,11 +188,13 @@ impl Attached {
             State::Awaited { process, .. } => process.is_some() && self.next_start.is_none(),
             State::Off | State::Stopped => false,
         };
-        let unreported = may_have_crashed.then(|| crash::unreported(&config.name)).flatten();
+        let libvirt = LibvirtState::of(&config.name);
+        let unreported = libvirt.as_ref().filter(|_| may_have_crashed).and_then(LibvirtState::crashed);
+        let lost_start = libvirt.as_ref().filter(|_| life.is_none()).and_then(LibvirtState::lost_start);
         MachineStatus {
             name: config.name.clone(),
             state: if unreported.is_some() { MachineState::Paused } else { self.shown() },
-            state_why: unreported.or_else(|| self.state_why()),
+            state_why: unreported.or(lost_start).or_else(|| self.state_why()),
             next_start: self.next_start.as_ref().filter(|_| self.is_off()).and_then(NextStart::at),
             incarnation: self.context.journal.incarnation,
             cause_of_last_end: self.crash_recovery.last_end,
