@@ -386,6 +386,25 @@ impl LibvirtVm {
         self.wait_until("strace", || Ok(!self.command(&untraced, "")?.status.success()))
     }
 
+    /// Waits until libvirt's daemon has died.
+    pub fn wait_libvirt_end(&self) -> Result<()> {
+        self.wait_until("libvirt's end", || Ok(!self.command(&["pidof", "libvirtd"], "")?.status.success()))
+    }
+
+    /// Does what the keeper says of a start that libvirt's daemon has lost by its death, if it says so. Returns whether it does.
+    pub fn mend_lost_start(&self) -> Result<bool> {
+        let state = format!("/run/libvirt/qemu/{}.xml", self.name);
+        let remedy = format!("rm {state}; systemctl restart libvirtd");
+        let (_, said) = self.try_hearth(&["status", &self.name])?;
+        if !said.contains(&remedy) {
+            return Ok(false);
+        }
+        self.must(&["rm", &state], "")?;
+        self.must(&["pkill", "-x", "libvirtd"], "")?;
+        self.wait_libvirt_end()?;
+        self.start_libvirt().map(|()| true)
+    }
+
     fn wait_libvirt(&self) -> Result<()> {
         self.wait_until("libvirt", || Ok(self.command(&["virsh", "-q", "list"], "")?.status.success()))
     }

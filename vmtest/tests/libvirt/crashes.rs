@@ -242,23 +242,17 @@ fn domain_comes_back_though_libvirt_dies_while_it_starts_it() -> Result<()> {
     vm.start_host()?;
     vm.panic()?;
     vm.wait_next_boot()?;
-    let state = format!("/run/libvirt/qemu/{name}.xml");
+    let note = format!("/run/libvirt/qemu/{name}.xml.new");
     for number in [1, 2] {
         files.verify()?;
         vm.panic()?;
         vm.wait_until("the wait of a crash loop", || Ok(vm.status()?.next_start.is_some()))?;
         vm.wait_state("shut off")?;
-        vm.kill_libvirt_at(("rename", number), &format!("{state}.new"))?;
-        vm.wait_until("libvirt's death", || Ok(vm.command(&["pgrep", "-x", "libvirtd"], "")?.stdout.is_empty()))?;
+        vm.kill_libvirt_at(("rename", number), &note)?;
+        vm.wait_libvirt_end()?;
         vm.start_libvirt()?;
         if number == 2 {
-            let remedy = format!("rm {state}; systemctl restart libvirtd");
-            let says = |why: String| why.contains(&remedy);
-            vm.wait_until("what to do", || Ok(vm.status()?.state_why.is_some_and(says)))?;
-            vm.must(&["rm", &state], "")?;
-            vm.must(&["pkill", "-x", "libvirtd"], "")?;
-            vm.wait_until("libvirt's end", || Ok(vm.command(&["pgrep", "-x", "libvirtd"], "")?.stdout.is_empty()))?;
-            vm.start_libvirt()?;
+            vm.wait_until("what to do", || vm.mend_lost_start())?;
         }
         vm.wait_next_boot()?;
         files.assert_warm()?;

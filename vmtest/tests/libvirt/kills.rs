@@ -134,6 +134,7 @@ impl Kills {
             }
             // libvirt may have seen no crash, or the next guest may be the one that was killed.
             (true, true) => self.vm().wait_until("the domain is on, or stays off", || {
+                self.vm().mend_lost_start()?;
                 let is_on =
                     self.vm().guest().ready().len() > boots && self.vm().virsh("domstate", &[])?.trim() == "running";
                 if !is_on && self.vm().virsh("domstate", &[])?.trim() == "shut off" && !self.is_coming_back()? {
@@ -145,7 +146,10 @@ impl Kills {
             (true, false) => {}
         }
         if panics || is_killed {
-            self.vm().wait_until("the next guest", || Ok(self.vm().guest().ready().len() > boots))?;
+            self.vm().wait_until("the next guest", || {
+                self.vm().mend_lost_start()?;
+                Ok(self.vm().guest().ready().len() > boots)
+            })?;
             self.vm().sh(WRITER)?;
         }
         self.check(flushed)
