@@ -105,6 +105,11 @@ impl Kills {
         Ok(self.vm().sh(more)?.trim().parse().expect("the writer writes numbers"))
     }
 
+    /// How many guests have booted.
+    fn ready(&self) -> usize {
+        self.vm().guest().ready().len()
+    }
+
     fn wait_moment(&mut self) {
         std::thread::sleep(Duration::from_millis(self.random.below(MOMENTS_MS) as u64));
     }
@@ -112,7 +117,7 @@ impl Kills {
     /// One or two kills, half of the time after a panic.
     fn round(&mut self) -> Result<()> {
         let flushed = self.flushed()?;
-        let (boots, nonce) = (self.vm().guest().ready().len(), self.vm().nonce()?);
+        let (mut boots, nonce) = (self.ready(), self.vm().nonce()?);
         let panics = self.random.below(2) == 0;
         let victims: Vec<_> = (0..=self.random.below(2)).map(|_| self.random.of(&VICTIMS)).collect();
         self.log.push(format!("{}{victims:?} after record {flushed}", if panics { "panic, " } else { "" }));
@@ -123,6 +128,10 @@ impl Kills {
         for victim in &victims {
             self.wait_moment();
             victim.kill(self.vm())?;
+            if *victim == Victim::Qemu {
+                // After a panic that may have been the next guest already.
+                boots = self.ready();
+            }
         }
         let is_killed = victims.contains(&Victim::Qemu);
         match (panics, is_killed) {
@@ -132,27 +141,30 @@ impl Kills {
                 assert!(!self.is_coming_back()?, "a QEMU that was killed stays off: {:?}", self.log);
                 self.vm().virsh("start", &[])?;
             }
-            // libvirt may have seen no crash, or the next guest may be the one that was killed.
-            (true, true) => self.vm().wait_until("the domain is on, or stays off", || {
-                self.vm().mend_lost_start()?;
-                let is_on =
-                    self.vm().guest().ready().len() > boots && self.vm().virsh("domstate", &[])?.trim() == "running";
-                if !is_on && self.vm().virsh("domstate", &[])?.trim() == "shut off" && !self.is_coming_back()? {
-                    // `hearth host` may be faster.
-                    self.vm().command(&["virsh", "-q", "start", NAME], "")?;
-                }
-                Ok(is_on)
-            })?,
+            (true, true) => self.start_unless_coming_back()?,
             (true, false) => {}
         }
         if panics || is_killed {
             self.vm().wait_until("the next guest", || {
                 self.vm().mend_lost_start()?;
-                Ok(self.vm().guest().ready().len() > boots)
+                Ok(self.ready() > boots)
             })?;
             self.vm().sh(WRITER)?;
         }
         self.check(flushed)
+    }
+
+    /// libvirt may have seen no crash, or the next guest may be the one that was killed.
+    fn start_unless_coming_back(&self) -> Result<()> {
+        self.vm().wait_until("the domain is on, or stays off", || {
+            self.vm().mend_lost_start()?;
+            let state = self.vm().virsh("domstate", &[])?;
+            if state.trim() == "shut off" && !self.is_coming_back()? {
+                // `hearth host` may be faster.
+                self.vm().command(&["virsh", "-q", "start", NAME], "")?;
+            }
+            Ok(state.trim() == "running" && !Victim::Qemu.pids(self.vm())?.is_empty())
+        })
     }
 
     /// Whether the keeper waits for the domain's next start.
