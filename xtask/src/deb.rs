@@ -112,7 +112,7 @@ pub fn hearth(version: &str) -> Result<PathBuf, DebError> {
         let script = shell::output(Command::new(&program).args(["completions", shell_name]))?;
         package.file(path, script.as_bytes(), 0o644)?;
     }
-    let manual = tree.join("usr/share/man/man1");
+    let manual = tree.join("usr/share/man");
     fs::create_dir_all(&manual).map_err(failed(&manual))?;
     shell::output(Command::new(&program).arg("man").arg(&manual))?;
     compress(&manual)?;

@@ -40,6 +40,7 @@ mod unix_socket;
 mod upgrade;
 mod watchdog;
 
+pub use cli::reference as commands_page;
 pub use config::page as config_page;
 pub use console::{Hub, Place};
 pub(crate) use error_text::chain;

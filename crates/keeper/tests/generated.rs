@@ -38,3 +38,8 @@ fn generated_config_page_is_current() {
 fn generated_metrics_page_is_current() {
     check("metrics.md", &hearth_keeper::metrics_page());
 }
+
+#[test]
+fn generated_commands_page_is_current() {
+    check("commands.md", &hearth_keeper::commands_page());
+}

@@ -53,6 +53,7 @@ mod lazy_restore;
 mod list;
 mod log;
 mod machine;
+mod manual;
 mod new;
 mod object_store;
 mod order;
@@ -76,6 +77,7 @@ mod upgrade_keeper;
 mod vmcore;
 mod words;
 
+pub use pages::reference;
 pub use words::describe;
 
 /// Exit code of the process.
@@ -113,14 +115,25 @@ impl From<Exit> for ExitCode {
     }
 }
 
-const EXIT_CODES: &str = "\
-Exit codes:
-  0  success
-  1  the operation failed
-  2  wrong command line or configuration file: correct it
-  3  the machine is not running
-  70 a thread of the keeper panicked or hung: its log says which
-  75 the machine cannot run now (an image in use, a missing file, too little memory): try again";
+/// Exit codes of all verbs: the code, its meaning, and what systemd does when a keeper ends with it.
+const EXIT_CODES: [(u8, &str, &str); 6] = [
+    (0, "success; of `run`: the machine has stopped", "stays down"),
+    (1, "the operation failed", "starts the next keeper"),
+    (2, "wrong command line or configuration file: correct it", "gives up"),
+    (3, "the machine is not running", ""),
+    (70, "a thread of the keeper panicked or hung: its log says which", "starts the next keeper"),
+    (
+        75,
+        "the machine cannot run now (an image in use, a port taken, a missing file, too little memory): try again",
+        "tries again",
+    ),
+];
+
+/// The exit codes as `hearth --help` shows them.
+fn exit_codes() -> String {
+    let lines = EXIT_CODES.map(|(code, meaning, _)| format!("\n  {code:<2} {meaning}"));
+    format!("Exit codes:{}", lines.concat())
+}
 
 const EXAMPLES: &str = "\
 Examples:
@@ -141,7 +154,7 @@ Examples:
 
 /// Keep virtual machines' memory across guest, QEMU and host restarts.
 #[derive(Debug, Parser)]
-#[command(name = "hearth", version, after_help = format!("{EXAMPLES}\n{EXIT_CODES}"))]
+#[command(name = "hearth", version, after_help = format!("{EXAMPLES}\n{}", exit_codes()))]
 pub struct Cli {
     #[command(subcommand)]
     verb: Verb,
@@ -450,7 +463,9 @@ enum Verb {
     #[command(after_help = "Example: hearth completions bash > /etc/bash_completion.d/hearth")]
     Completions { shell: clap_complete::Shell },
     /// Write the manual pages to a folder.
-    #[command(after_help = "Example: hearth man /usr/local/share/man/man1")]
+    ///
+    /// Those of commands go into its folder man1, hearth.toml(5) into man5.
+    #[command(after_help = "Example: hearth man /usr/local/share/man")]
     Man {
         /// Folder to write to; must exist.
         folder: PathBuf,
@@ -475,7 +490,7 @@ struct DumpArgument {
 
 #[derive(Debug, Args)]
 struct FileArgument {
-    /// The machine's configuration file; see docs/config.md.
+    /// The machine's configuration file; see hearth.toml(5).
     file: PathBuf,
 }
 
@@ -716,7 +731,7 @@ fn perform(verb: Verb, json: bool, root: Option<PathBuf>, out: &mut dyn Write) -
         Verb::Vmcore { verb: VmcoreVerb::Dmesg(DumpArgument { file }) } => vmcore::dmesg(context, &file),
         Verb::Config { of } => configuration::show(context, &of),
         Verb::Completions { shell } => pages::completions(context, shell),
-        Verb::Man { folder } => pages::manual(context, &folder),
+        Verb::Man { folder } => manual::write(context, &folder),
     }
 }
 

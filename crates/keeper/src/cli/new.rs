@@ -198,7 +198,7 @@ fn copy(from: &Path, to: &Path) -> io::Result<()> {
 fn write_file(path: &Path, image: &Path, text: &str) -> io::Result<()> {
     let mut file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(path)?;
     let image = image.display().to_string().replace(['\n', '\r'], " ");
-    write!(file, "# Made by `hearth new` from {image}. All keys: docs/config.md\n\n{text}")?;
+    write!(file, "# Made by `hearth new` from {image}. All keys: hearth.toml(5)\n\n{text}")?;
     file.sync_all()?;
     path.parent().map_or(Ok(()), |folder| File::open(folder)?.sync_all())
 }

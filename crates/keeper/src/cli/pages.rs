@@ -1,12 +1,36 @@
-//! Completion scripts and manual pages, generated from the command line's definition.
+//! Completion scripts, and the page of all commands (`docs/commands.md`), generated from the command line's definition.
 
-use std::fs::{self, File};
-use std::path::Path;
+use std::fmt::Write;
 
-use clap::CommandFactory;
+use clap::{Command, CommandFactory};
 use clap_complete::env::Shells;
 
-use super::{Cli, CliError, Context, Exit};
+use super::{Cli, CliError, Context, EXIT_CODES, Exit};
+
+const HEAD: &str = "# Commands
+
+*Generated from the command line's definition in `crates/keeper/src/cli`. Do not edit: `UPDATE=1 cargo test -p hearth
+generated` rewrites it.*
+
+Each one has a manual page, such as `man hearth-run`, and the option `--help`. All commands take `--json`, except
+those that look after machines (`run`, `restore`, `rehearse`, `host`), `console`, `completions` and `man`. Commands reach a
+machine through its [HTTP API](api.md) on a unix socket.
+
+| command | what it does |
+|---|---|
+";
+
+const EXIT_HEAD: &str = "
+## Exit codes
+
+| code | means | the systemd unit `hearth@NAME` |
+|---|---|---|
+";
+
+const EXIT_TAIL: &str = "
+A keeper that finds the machine's QEMU alive never ends with code 2, even if the file is wrong. Correct it, and the next keeper
+takes the guest over.
+";
 
 /// The script has the shell ask this program, as `complete` answers it.
 pub fn completions(context: &mut Context<'_>, shell: clap_complete::Shell) -> Result<Exit, CliError> {
@@ -18,26 +42,41 @@ pub fn completions(context: &mut Context<'_>, shell: clap_complete::Shell) -> Re
     Ok(Exit::Done)
 }
 
-/// `hearth.1`, and `hearth-VERB.1` for each verb.
-pub fn manual(context: &mut Context<'_>, folder: &Path) -> Result<Exit, CliError> {
-    let unusable = |source| CliError::File { path: folder.to_owned(), source };
-    if !fs::metadata(folder).map_err(unusable)?.is_dir() {
-        return Err(unusable(std::io::ErrorKind::NotADirectory.into()));
-    }
+/// `docs/commands.md`. Ends with a newline.
+pub fn reference() -> String {
+    let mut page = HEAD.to_owned();
     let mut command = Cli::command();
     command.build();
-    write_page(context, folder, command.clone(), "hearth")?;
-    for verb in command.get_subcommands().filter(|verb| verb.get_name() != "help") {
-        let name = format!("hearth-{}", verb.get_name());
-        write_page(context, folder, verb.clone(), &name)?;
+    for verb in shown(&command) {
+        match shown(verb).next() {
+            None => row(&mut page, verb),
+            Some(_) => shown(verb).for_each(|verb| row(&mut page, verb)),
+        }
     }
-    Ok(Exit::Done)
+    page.push_str(EXIT_HEAD);
+    for (code, meaning, unit) in EXIT_CODES {
+        line(&mut page, &format!("| {code} | {meaning} | {unit} |"));
+    }
+    page.push_str(EXIT_TAIL);
+    page
 }
 
-fn write_page(context: &mut Context<'_>, folder: &Path, command: clap::Command, name: &str) -> Result<(), CliError> {
-    let path = folder.join(format!("{name}.1"));
-    let unusable = |source| CliError::File { path: path.clone(), source };
-    let mut file = File::create(&path).map_err(unusable)?;
-    clap_mangen::Man::new(command).render(&mut file).map_err(unusable)?;
-    context.write_line(&path.display().to_string())
+/// Subcommands of a command, without hidden ones.
+pub fn shown(command: &Command) -> impl Iterator<Item = &Command> {
+    command.get_subcommands().filter(|verb| verb.get_name() != "help" && !verb.is_hide_set())
+}
+
+/// A command with its arguments, and what it does.
+fn row(page: &mut String, verb: &Command) {
+    let has_options = verb.get_opts().any(|option| !option.is_global_set());
+    let options = if has_options { " [OPTIONS]" } else { "" };
+    let usage = verb.clone().render_usage().to_string().replace(" [OPTIONS]", options);
+    // Cells end at a bar.
+    let usage = usage.trim_start_matches("Usage: ").replace('|', "\\|");
+    let about = verb.get_about().expect("each verb has a line that says what it does");
+    line(page, &format!("| `{usage}` | {about} |"));
+}
+
+fn line(page: &mut String, text: &str) {
+    writeln!(page, "{text}").expect("a string takes everything");
 }

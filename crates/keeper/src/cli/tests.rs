@@ -16,6 +16,8 @@ use crate::folders::Folders;
 use crate::http::{self, Server};
 use crate::sample;
 
+mod documents;
+
 /// One machine named web, in a runtime root of its own.
 struct Fixture {
     folder: TempDir,
@@ -702,13 +704,20 @@ fn completions_and_manual_pages_know_every_verb() {
     let folder = fixture.folder.path().join("man");
     std::fs::create_dir(&folder).unwrap();
     fixture.output(&["man", folder.to_str().unwrap()]);
-    let main = std::fs::read_to_string(folder.join("hearth.1")).unwrap();
-    assert!(main.contains("Exit codes"), "{main}");
+    let main = std::fs::read_to_string(folder.join("man1/hearth.1")).unwrap();
+    for section in ["EXAMPLES", "\"EXIT STATUS\"", "ENVIRONMENT", "FILES", "\"SEE ALSO\""] {
+        assert!(main.contains(&format!("\n.SH {section}\n")), "{section}: {main}");
+    }
     for verb in Cli::command().get_subcommands() {
         let is_offered = offered.iter().any(|word| word.get_value() == verb.get_name());
         assert_eq!(is_offered, !verb.is_hide_set(), "{}", verb.get_name());
-        let page = std::fs::read_to_string(folder.join(format!("hearth-{}.1", verb.get_name()))).unwrap();
-        assert!(page.contains(verb.get_name()), "{page}");
+        let page = std::fs::read_to_string(folder.join(format!("man1/hearth-{}.1", verb.get_name()))).unwrap();
+        assert!(page.contains(verb.get_name()) && page.contains("\n.SH \"EXIT STATUS\"\n"), "{page}");
+    }
+    let keys = std::fs::read_to_string(folder.join("man5/hearth.toml.5")).unwrap();
+    for field in crate::config::FIELDS {
+        let entry = format!("\n.TP\n\\fB{}\\fR (", field.key);
+        assert!(keys.contains(&entry), "{}: {keys}", field.key);
     }
     let nowhere = Path::new("/nowhere");
     fixture.check_error(

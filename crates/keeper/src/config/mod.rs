@@ -40,7 +40,7 @@ pub use hearth_qemu::launch::Boot;
 pub use living::{Configured, InForce};
 pub use meaning::{is_name, name_hint, uefi_template};
 pub use origin::{HostKey, Setting};
-pub use page::page;
+pub use page::{EXAMPLE, OPENING, page};
 pub use quantity::{SECONDS_MAX, seconds, size_bytes};
 
 /// The value of `qemu_user` for a separate user of the machine.
