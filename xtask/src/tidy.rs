@@ -2,6 +2,7 @@
 
 mod capabilities;
 mod links;
+mod messages;
 mod named_tests;
 mod words;
 

@@ -9,7 +9,7 @@ use rustix::process::Pid;
 
 use super::{last_sequence, memory_files, signal, take_over};
 
-/// Exit code of a keeper that its watchdog has ended (docs/trouble.md).
+/// Exit code of a keeper that its watchdog has ended (docs/commands.md).
 const ENDED_BY_WATCHDOG: i32 = 70;
 
 /// A running machine whose keeper's watchdog is so much hastier.
