@@ -1,6 +1,7 @@
-//! Test of `docs/benchmarks.md`: each figure that it quotes equals the one on its record's page.
+//! Tests of quoted figures: those of `docs/benchmarks.md` equal the ones on their record's pages, and those of the README the ones in
+//! the section of `docs/benchmarks.md` that it links.
 //!
-//! The last column of its tables names the figures: a key of a record's summary, or `side@profile/column` of its rows.
+//! The last column of the overview's tables names the figures: a key of a record's summary, or `side@profile/column` of its rows.
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -61,4 +62,27 @@ fn quoted_figures_equal_the_records() {
         }
     }
     assert!(quotes > 40, "the test no longer reads the tables: {quotes} figures");
+}
+
+/// Figures of a row of the README, which are bold, and the section of the overview that the row links.
+fn headline(row: &str) -> Option<(Vec<&str>, &str)> {
+    let (_, link) = row.strip_prefix("| ")?.split_once("(docs/benchmarks.md#")?;
+    Some((row.split("**").skip(1).step_by(2).collect(), link.split_once(')')?.0))
+}
+
+#[test]
+fn figures_of_the_readme_are_those_of_the_overview() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+    let overview = std::fs::read_to_string(root.join("docs/benchmarks.md")).unwrap();
+    let readme = std::fs::read_to_string(root.join("README.md")).unwrap();
+    let mut quotes = 0;
+    for (figures, name) in readme.lines().filter_map(headline) {
+        let section = overview.split("\n## ").find(|section| section.to_lowercase().starts_with(&format!("{name}\n")));
+        let known: Vec<&str> =
+            section.expect(name).lines().filter_map(quoted).flat_map(|(numbers, _)| numbers).collect();
+        let unknown: Vec<&&str> = figures.iter().filter(|figure| !known.contains(figure)).collect();
+        assert!(unknown.is_empty(), "{name}: the overview does not have {unknown:?}");
+        quotes += figures.len();
+    }
+    assert!(quotes > 10, "the test no longer finds the README's figures: {quotes}");
 }

@@ -10,12 +10,18 @@ use hearth_vmtest::fresh_host::FreshHost;
 use hearth_vmtest::{Drives, Result, artifacts, boot_disk, patience};
 
 const PAGE: &str = "../docs/first-machine.md";
+const README: &str = "../README.md";
 
 /// The commands of the page's block below this heading, without comments.
 fn commands(heading: &str) -> Vec<String> {
-    let page = fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join(PAGE)).expect("the page is there");
-    let section = page.split(&format!("\n## {heading}\n")).nth(1).expect("the heading is there");
-    let block = section.split("```").nth(1).expect("a block follows it");
+    commands_after(PAGE, &format!("\n## {heading}\n"))
+}
+
+/// The commands of the first block after these words.
+fn commands_after(page: &str, words: &str) -> Vec<String> {
+    let page = fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join(page)).expect("the page is there");
+    let section = page.split(words).nth(1).expect("the words are there");
+    let block = section.split("```").nth(1).expect("a block follows them");
     let lines = block.lines().map(|line| line.split("  #").next().unwrap_or_default().trim());
     lines.filter(|line| line.starts_with("hearth ")).map(str::to_owned).collect()
 }
@@ -83,6 +89,13 @@ fn commands_of_the_page_make_run_change_and_remove_a_machine() -> Result<()> {
     host.must(&format!("{reboot} --force"))?;
     host.wait_console("the next guest", patience(120), |heard| heard.ready().get(1).map(|_| ()))?;
     assert_eq!(host.sh("nproc")?.trim(), "2");
+
+    // The README begins with the same commands, and looks at that reboot.
+    let [first, second, third, explain, status] =
+        commands_after(README, "**A machine of Hearth's own**").try_into().expect("five commands");
+    assert_eq!([&first, &second, &third], [&new, &start, &reboot]);
+    assert!(host.must(&explain)?.contains("; warm"));
+    assert!(host.must(&status)?.contains("\nember\n"));
     host.must(&format!("{stop} --force"))?;
     let unit = host.shell(&start)?;
     assert!(unit.status == 1 && unit.text().contains(&format!("run it in the foreground: {run}")), "{}", unit.text());

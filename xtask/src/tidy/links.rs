@@ -1,10 +1,13 @@
-//! Links in the pages: each must lead to a file of the checkout, and to a heading in it.
+//! Links in the pages: each must lead to a file of the checkout, and to a heading in it. From the README two links lead to any page.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
 use super::all_files;
 use crate::paths;
+
+/// What a newcomer reads at once.
+const README_LINES_MAX: usize = 80;
 
 /// The link targets in `](...)`, outside code.
 fn targets(page: &str) -> Vec<String> {
@@ -52,14 +55,46 @@ fn broken(page: &Path, target: &str, pages: &HashMap<PathBuf, String>) -> Option
     missing.map(|_| format!("{}: {target}: there is no such heading", page.display()))
 }
 
+/// All pages of the checkout.
+fn pages() -> HashMap<PathBuf, String> {
+    let files = all_files().into_iter().filter(|file| file.extension().is_some_and(|its| its == "md"));
+    files.map(|file| (file.canonicalize().unwrap(), std::fs::read_to_string(&file).unwrap())).collect()
+}
+
+fn readme() -> PathBuf {
+    paths::root().canonicalize().unwrap().join("README.md")
+}
+
+/// Pages that this one links.
+fn linked(page: &Path, pages: &HashMap<PathBuf, String>) -> Vec<PathBuf> {
+    let files = targets(&pages[page]).into_iter().map(|target| target.split('#').next().unwrap_or_default().to_owned());
+    let paths = files.filter_map(|file| page.parent()?.join(file).canonicalize().ok());
+    paths.filter(|path| pages.contains_key(path)).collect()
+}
+
+#[test]
+fn every_page_is_two_clicks_from_the_readme() {
+    let pages = pages();
+    let mut reached = vec![readme()];
+    for _ in 0..2 {
+        let next: Vec<PathBuf> = reached.iter().flat_map(|page| linked(page, &pages)).collect();
+        reached.extend(next);
+    }
+    let docs = paths::root().canonicalize().unwrap().join("docs");
+    let lost: Vec<&PathBuf> = pages.keys().filter(|page| page.starts_with(&docs) && !reached.contains(page)).collect();
+    assert!(lost.is_empty(), "no link leads to these: {lost:#?}");
+}
+
+#[test]
+fn readme_is_short() {
+    let lines = std::fs::read_to_string(readme()).unwrap().lines().count();
+    assert!(lines <= README_LINES_MAX, "the README has {lines} lines; move some to a page of docs");
+}
+
 #[test]
 fn every_link_in_the_pages_works() {
-    let pages: HashMap<PathBuf, String> = all_files()
-        .into_iter()
-        .filter(|file| file.extension().is_some_and(|its| its == "md"))
-        .map(|file| (file.canonicalize().unwrap(), std::fs::read_to_string(&file).unwrap()))
-        .collect();
-    assert!(pages.contains_key(&paths::root().canonicalize().unwrap().join("README.md")));
+    let pages = pages();
+    assert!(pages.contains_key(&readme()));
     let links = pages.iter().flat_map(|(page, text)| targets(text).into_iter().map(move |target| (page, target)));
     let broken: Vec<String> = links.filter_map(|(page, target)| broken(page, &target, &pages)).collect();
     assert!(broken.is_empty(), "{broken:#?}");
