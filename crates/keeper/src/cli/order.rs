@@ -117,7 +117,9 @@ pub(super) fn must_crash(
         std::thread::sleep(CRASH_LOOK);
     }
     let set_up = match method {
-        CrashMethod::Nmi => "Linux panics on an NMI only after `sysctl kernel.unknown_nmi_panic=1` there; `echo c >/proc/sysrq-trigger` there crashes it at once",
+        CrashMethod::Nmi => {
+            "Linux panics on an NMI only after `sysctl kernel.unknown_nmi_panic=1` there; `echo c >/proc/sysrq-trigger` there crashes it at once"
+        }
         CrashMethod::Sysrq => "check that it has a keyboard driver and SysRq enabled (`sysctl kernel.sysrq=1`)",
     };
     let what = format!("the guest did not crash within {} s; {set_up}", patience.as_secs());
