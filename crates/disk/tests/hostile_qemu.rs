@@ -362,7 +362,7 @@ fn an_inflight_region_with_fewer_queues_is_refused() {
 
 #[test]
 fn inflight_regions_larger_than_offered_are_refused() {
-    for (queues, size) in [(1, QUEUE_SIZE + 1), (1, u16::MAX)] {
+    for (queues, size) in [(1, 1025), (1, u16::MAX)] {
         check_hostile_guest(|guest| {
             let asked = VhostUserInflight::new(0, 0, queues, size);
             assert!(guest.frontend.get_inflight_fd(&asked).is_err(), "{queues} queues of {size}");
@@ -371,10 +371,10 @@ fn inflight_regions_larger_than_offered_are_refused() {
 }
 
 #[test]
-fn queues_larger_than_offered_are_refused() {
+fn queues_larger_than_qemu_allows_are_refused() {
     check_hostile_guest(|guest| {
         guest.stop_queue(0);
-        assert!(guest.frontend.set_vring_num(0, QUEUE_SIZE * 2).is_err());
+        assert!(guest.frontend.set_vring_num(0, 2048).is_err());
     });
 }
 

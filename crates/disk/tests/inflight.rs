@@ -299,6 +299,33 @@ fn requests_are_resumed_in_original_order() {
     assert_eq!(place.disk_bytes(0, 4096)[..8], [4; 8], "the last write wins");
 }
 
+/// QEMU asks for a region of the device's size, and its guest's heads go beyond that.
+#[test]
+fn queue_larger_than_the_device_offers_is_resumed() {
+    let place = Place::new(DISK_BYTES);
+    let victim = Victim::spawn(&place, "s0 s1 s2");
+    let mut guest = Guest::connect_oversized(&place.socket(), 1024);
+    let heads: Vec<u16> = (0..3u8)
+        .map(|turn| {
+            let address = DATA + u64::from(turn) * 4096;
+            guest.write_ram(address, &[turn + 1; 4096]);
+            guest.submit(0, WRITE, u64::from(turn) << 16, address, 4096)
+        })
+        .collect();
+    assert!(heads.iter().all(|head| *head >= QUEUE_SIZE), "{heads:?}");
+    let later = guest.submit(0, READ, 8 << 16, DATA + 0x10000, 4096);
+    assert_eq!(guest.wait(0).head, later, "overtakes");
+    let _next = take_over(&place, victim, &mut guest, "");
+    let mut answered: Vec<u16> = (0..3).map(|_| guest.wait(0).head).collect();
+    answered.sort_unstable();
+    let mut sent = heads;
+    sent.sort_unstable();
+    assert_eq!(answered, sent);
+    for turn in 0..3u8 {
+        assert_eq!(place.disk_bytes(u64::from(turn) << 16, 4096)[..8], [turn + 1; 8]);
+    }
+}
+
 #[test]
 fn a_second_death_while_taking_over_loses_nothing() {
     let place = Place::new(DISK_BYTES);

@@ -18,6 +18,7 @@ use super::memory::{GuestMap, MemoryError, REGIONS_MAX};
 use super::poller::{Poller, Source, Watched};
 use super::queue::{Agreed, Queue, QueueError, Taken};
 use super::recorder::RamPart;
+use super::ring::ENTRIES_MAX;
 use super::wire::{Channel, Frame, InflightSpec, Message, WireError};
 
 #[derive(Debug, thiserror::Error)]
@@ -45,16 +46,14 @@ pub enum ConnectionError {
     LogMissing { queue: u16 },
     #[error("QEMU gives another inflight region while queues that use the old one are served")]
     InflightOfRunning,
-    #[error(
-        "QEMU gives or wants an inflight region for {queues} queues of {queue_size}, which is more than is offered"
-    )]
+    #[error("QEMU gives or wants an inflight region for {queues} queues of {queue_size}, which is more than is served")]
     InflightSize { queues: u16, queue_size: u16 },
     #[error("a kick descriptor cannot be watched")]
     Kick(#[source] std::io::Error),
 }
 
 fn new_queues(device: Device, poller: &Poller) -> Vec<Queue> {
-    (0..device.queues).map(|index| Queue::new(index, device.queue_size, &poller.signaller)).collect()
+    (0..device.queues).map(|index| Queue::new(index, &poller.signaller)).collect()
 }
 
 /// Answer to a message.
@@ -431,10 +430,10 @@ impl Connection {
         Ok(Answer::Done)
     }
 
-    /// A region is no larger than what is offered: its size is what a hostile frontend can make us look through.
+    /// A region is no larger than what is served: its size is what a hostile frontend can make us look through.
     fn check_inflight(&self, spec: InflightSpec) -> Result<(), ConnectionError> {
         let InflightSpec { queues, queue_size, .. } = spec;
-        if queues > self.device.queues || queue_size > self.device.queue_size {
+        if queues > self.device.queues || queue_size > ENTRIES_MAX {
             return Err(ConnectionError::InflightSize { queues, queue_size });
         }
         Ok(())
@@ -446,9 +445,9 @@ impl Connection {
         let (spec, file) = match &self.left {
             Some(left) => {
                 let copy = left.as_fd().try_clone_to_owned().map_err(InflightError::Memory)?;
-                (inflight::spec(queues, asked.queue_size)?, copy)
+                (inflight::spec_of(&copy, queues, asked.queue_size)?, copy)
             }
-            None => inflight::create(&self.disk, queues, asked.queue_size)?,
+            None => inflight::create(&self.disk, queues, ENTRIES_MAX)?,
         };
         if self.write_through.load(Relaxed) {
             inflight::note_write_through(&file)?;
@@ -457,7 +456,7 @@ impl Connection {
         reply.extend_from_slice(&spec.bytes.to_ne_bytes());
         reply.extend_from_slice(&spec.offset.to_ne_bytes());
         reply.extend_from_slice(&spec.queues.to_ne_bytes());
-        reply.extend_from_slice(&spec.queue_size.to_ne_bytes());
+        reply.extend_from_slice(&asked.queue_size.to_ne_bytes());
         reply.resize(reply_bytes, 0);
         Ok((reply, file))
     }

@@ -25,6 +25,7 @@ use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, fstat, ftruncate, memfd
 use vm_memory::{FileOffset, MmapRegion, VolatileMemory};
 
 use super::foreign::MemoryFile;
+use super::ring::ENTRIES_MAX;
 use super::wire::InflightSpec;
 use crate::fault_point;
 
@@ -74,18 +75,19 @@ pub fn memory_name(disk: &str) -> String {
     format!("hearth-inflight-{disk}")
 }
 
-/// The region for this many queues, from the start of its file.
-pub fn spec(queues: u16, queue_size: u16) -> Result<InflightSpec, InflightError> {
-    let bytes = area_bytes(queue_size) as u64 * u64::from(queues);
-    if bytes == 0 || queue_size == 0 {
-        return Err(InflightError::Region { queues, queue_size, what: "is empty" });
-    }
+/// The region in a file that was made for this many queues of this size, or for larger ones.
+pub fn spec_of(file: &OwnedFd, queues: u16, queue_size: u16) -> Result<InflightSpec, InflightError> {
+    let bytes = fstat(file).map_err(|error| InflightError::Memory(error.into()))?.st_size as u64;
     Ok(InflightSpec { bytes, offset: 0, queues, queue_size })
 }
 
 /// Makes a region for a frontend that asks for one. It comes back through `Inflight::open`.
 pub fn create(disk: &str, queues: u16, queue_size: u16) -> Result<(InflightSpec, OwnedFd), InflightError> {
-    let spec = spec(queues, queue_size)?;
+    let bytes = area_bytes(queue_size) as u64 * u64::from(queues);
+    if bytes == 0 || queue_size == 0 {
+        return Err(InflightError::Region { queues, queue_size, what: "is empty" });
+    }
+    let spec = InflightSpec { bytes, offset: 0, queues, queue_size };
     let make = || -> rustix::io::Result<OwnedFd> {
         let file = memfd_create(memory_name(disk), MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
         ftruncate(&file, spec.bytes)?;
@@ -111,10 +113,20 @@ pub fn is_write_through(file: &MemoryFile) -> io::Result<bool> {
     Ok(u64::from_ne_bytes(features) & WRITE_THROUGH != 0)
 }
 
+/// The entries that a used region says its areas have. They may be more than the frontend asked for.
+fn noted_entries(file: &MemoryFile, offset: u64) -> Result<Option<u16>, InflightError> {
+    let mut noted = [0; 4];
+    let at = offset + std::mem::offset_of!(AreaHead, version) as u64;
+    rustix::io::pread(file, &mut noted, at).map_err(|error| InflightError::Memory(error.into()))?;
+    let [version, entries] = [[noted[0], noted[1]], [noted[2], noted[3]]].map(u16::from_ne_bytes);
+    Ok((version != 0).then_some(entries))
+}
+
 /// The region of a connection: all its queues.
 pub struct Inflight {
     memory: MmapRegion<()>,
     queues: u16,
+    /// Entries of each area.
     queue_size: u16,
     /// Order in which requests of each queue came, over the life of the region.
     counters: Vec<u64>,
@@ -125,13 +137,22 @@ impl Inflight {
     pub fn open(spec: InflightSpec, file: MemoryFile) -> Result<Self, InflightError> {
         let InflightSpec { bytes, offset, queues, queue_size } = spec;
         let refuse = |what| Err(InflightError::Region { queues, queue_size, what });
-        let needed = area_bytes(queue_size) as u64 * u64::from(queues);
-        if queues == 0 || queue_size == 0 || bytes < needed {
+        let areas = |entries| area_bytes(entries) as u64 * u64::from(queues);
+        if queues == 0 || queue_size == 0 || bytes < areas(queue_size) {
             return refuse("is too small");
         }
         let stat = fstat(file.as_fd()).map_err(|error| InflightError::Memory(error.into()))?;
         if offset.checked_add(bytes).is_none_or(|end| end > stat.st_size as u64) {
             return refuse("is cut off");
+        }
+        let queue_size = match noted_entries(&file, offset)? {
+            Some(noted) => noted,
+            None if bytes >= areas(ENTRIES_MAX) => ENTRIES_MAX,
+            None => queue_size,
+        };
+        let needed = areas(queue_size);
+        if queue_size == 0 || queue_size > ENTRIES_MAX || bytes < needed {
+            return refuse("is too small for what it says");
         }
         let file = FileOffset::from_arc(Arc::new(File::from(file)), offset);
         let memory = MmapRegion::from_file(file, needed as usize)

@@ -14,15 +14,15 @@ use super::foreign::EventCounter;
 use super::inflight::Inflight;
 use super::memory::GuestMap;
 use super::poller::Watched;
-use super::ring::{Ring, RingFault, RingPlace, part_bytes};
+use super::ring::{ENTRIES_MAX, Ring, RingFault, RingPlace, part_bytes};
 use super::signaller::Signaller;
 use super::wire::RingAddresses;
 use crate::fault_point;
 
 #[derive(Debug, thiserror::Error)]
 pub enum QueueError {
-    #[error("queue {queue} has size {size}; it must be a power of two up to {size_max}")]
-    Size { queue: u16, size: u32, size_max: u16 },
+    #[error("queue {queue} has size {size}; it must be a power of two up to {ENTRIES_MAX}")]
+    Size { queue: u16, size: u32 },
     #[error("queue {queue}: its rings are not in guest memory")]
     Unmapped { queue: u16 },
     #[error("queue {queue} is started before its size and addresses are set")]
@@ -58,8 +58,6 @@ pub struct Taken {
 pub struct Queue {
     index: u16,
     size: u16,
-    /// The size offered to the guest. Memory and time that a guest can take grow with it.
-    size_max: u16,
     signaller: Rc<Signaller>,
     base: u16,
     addresses: Option<RingAddresses>,
@@ -83,11 +81,10 @@ pub struct Queue {
 }
 
 impl Queue {
-    pub fn new(index: u16, size_max: u16, signaller: &Rc<Signaller>) -> Self {
+    pub fn new(index: u16, signaller: &Rc<Signaller>) -> Self {
         Self {
             index,
             size: 0,
-            size_max,
             signaller: Rc::clone(signaller),
             base: 0,
             addresses: None,
@@ -109,8 +106,8 @@ impl Queue {
     pub fn set_size(&mut self, size: u32) -> Result<(), QueueError> {
         self.refuse_while_running()?;
         match u16::try_from(size) {
-            Ok(checked) if checked.is_power_of_two() && checked <= self.size_max => self.size = checked,
-            _ => return Err(QueueError::Size { queue: self.index, size, size_max: self.size_max }),
+            Ok(checked) if checked.is_power_of_two() && checked <= ENTRIES_MAX => self.size = checked,
+            _ => return Err(QueueError::Size { queue: self.index, size }),
         }
         Ok(())
     }

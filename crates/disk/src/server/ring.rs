@@ -12,6 +12,10 @@ use std::sync::atomic::{Ordering, fence};
 
 use super::memory::{GuestMap, Unmapped};
 
+/// The most entries that QEMU lets a guest choose (`VIRTQUEUE_MAX_SIZE` in hw/virtio/virtio.h). Since 10.0.13 it offers as many
+/// whatever the size of the device's queues is.
+pub const ENTRIES_MAX: u16 = 1024;
+
 const NO_INTERRUPT: u16 = 1;
 const NO_NOTIFY: u16 = 1;
 const RING_OFFSET: u64 = 4;

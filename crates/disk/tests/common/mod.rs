@@ -136,6 +136,7 @@ pub type Piece = (u64, u32, bool);
 
 struct Ring {
     index: usize,
+    entries: u16,
     kick: EventFd,
     call: EventFd,
     free: Vec<u16>,
@@ -146,15 +147,16 @@ struct Ring {
 }
 
 impl Ring {
-    fn new(index: usize) -> Self {
+    fn new(index: usize, entries: u16) -> Self {
         Self {
             index,
+            entries,
             kick: EventFd::new(0).unwrap(),
             call: EventFd::new(libc::EFD_NONBLOCK).unwrap(),
-            free: (0..QUEUE_SIZE).rev().collect(),
+            free: (0..entries).rev().collect(),
             next_available: 0,
             next_used: 0,
-            chains: vec![(Vec::new(), 0); usize::from(QUEUE_SIZE)],
+            chains: vec![(Vec::new(), 0); usize::from(entries)],
         }
     }
 
@@ -194,7 +196,18 @@ impl Guest {
     }
 
     pub fn with_ram(socket: &Path, queues: usize, features: u64, ram: File) -> Self {
-        let rings: Vec<Ring> = (0..queues).map(Ring::new).collect();
+        Self::with_rings(socket, features, ram, (0..queues).map(|index| Ring::new(index, QUEUE_SIZE)).collect())
+    }
+
+    /// One whose only queue is larger than the device offers, as QEMU 10.0.13 allows. Its last entries are used first.
+    pub fn connect_oversized(socket: &Path, entries: u16) -> Self {
+        let mut ring = Ring::new(0, entries);
+        ring.free.reverse();
+        Self::with_rings(socket, VERSION_1 | PROTOCOL_FEATURES | EVENT_INDEX | FLUSH_FEATURE, ram_file(), vec![ring])
+    }
+
+    fn with_rings(socket: &Path, features: u64, ram: File, rings: Vec<Ring>) -> Self {
+        let queues = rings.len();
         let mut guest = Self { frontend: negotiate(socket, queues, features), ram, rings, features, inflight: None };
         let asked = VhostUserInflight::new(0, 0, queues as u16, QUEUE_SIZE);
         guest.inflight = Some(guest.frontend.get_inflight_fd(&asked).unwrap());
@@ -273,7 +286,7 @@ impl Guest {
 
     fn set_up_queue(&mut self, queue: usize, log_used: bool, base: u16) {
         let ring = &self.rings[queue];
-        self.frontend.set_vring_num(queue, QUEUE_SIZE).unwrap();
+        self.frontend.set_vring_num(queue, ring.entries).unwrap();
         self.frontend.set_vring_base(queue, base).unwrap();
         self.set_addresses(queue, log_used);
         self.frontend.set_vring_call(queue, &ring.call).unwrap();
@@ -296,10 +309,10 @@ impl Guest {
     }
 
     pub fn set_addresses(&self, queue: usize, log_used: bool) {
-        let base = self.rings[queue].base();
+        let (base, entries) = (self.rings[queue].base(), self.rings[queue].entries);
         let config = VringConfigData {
-            queue_max_size: QUEUE_SIZE,
-            queue_size: QUEUE_SIZE,
+            queue_max_size: entries,
+            queue_size: entries,
             flags: u32::from(log_used),
             desc_table_addr: USER_BASE + base,
             used_ring_addr: USER_BASE + base + USED,
@@ -316,7 +329,7 @@ impl Guest {
 
     /// When the used index passes this, we are to be woken.
     pub fn wish(&self, queue: usize, used: u16) {
-        self.store_u16(self.rings[queue].base() + AVAILABLE + 4 + u64::from(QUEUE_SIZE) * 2, used);
+        self.store_u16(self.rings[queue].base() + AVAILABLE + 4 + u64::from(self.rings[queue].entries) * 2, used);
     }
 
     pub fn used_address(&self, queue: usize) -> u64 {
@@ -419,7 +432,7 @@ impl Guest {
 
     pub fn make_available(&mut self, queue: usize, head: u16) {
         let base = self.rings[queue].base();
-        let slot = u64::from(self.rings[queue].next_available % QUEUE_SIZE);
+        let slot = u64::from(self.rings[queue].next_available % self.rings[queue].entries);
         self.store_u16(base + AVAILABLE + 4 + slot * 2, head);
         self.rings[queue].next_available = self.rings[queue].next_available.wrapping_add(1);
     }
@@ -448,7 +461,7 @@ impl Guest {
         if used == ring.next_used {
             return None;
         }
-        let slot = u64::from(ring.next_used % QUEUE_SIZE);
+        let slot = u64::from(ring.next_used % ring.entries);
         ring.next_used = ring.next_used.wrapping_add(1);
         let next_used = ring.next_used;
         self.wish(queue, next_used);
