@@ -20,7 +20,7 @@ pub struct SetArguments {
     /// Name of the machine.
     #[arg(add = super::complete::machines())]
     name: String,
-    /// Key and value, such as cpus=2 or nets[0].forward=["8080:80"]; see docs/config.md.
+    /// Key and value, such as cpus=2 or nets[0].forward=["8080:80"]; without a value, the key is removed. See docs/config.md.
     #[arg(required = true, value_name = "KEY=VALUE", value_parser = Setting::parse, add = super::complete::keys())]
     settings: Vec<Setting>,
 }

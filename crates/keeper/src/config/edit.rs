@@ -1,6 +1,6 @@
 //! Changes keys in the text of a machine's file. Comments, order and spaces stay.
 
-use toml_edit::{DocumentMut, Item, Table, TableLike, Value};
+use toml_edit::{Document, DocumentMut, Item, Table, TableLike, TomlError, Value};
 
 use super::origin::{Setting, steps};
 use super::{Effect, Field, Section};
@@ -8,31 +8,59 @@ use crate::problem::Problem;
 
 /// The text with these settings. It is TOML; what it means is not checked.
 pub fn edit(text: &str, settings: &[Setting]) -> Result<String, Vec<Problem>> {
-    let mut document: DocumentMut = text.parse().map_err(|error: toml_edit::TomlError| {
-        vec![Problem::error("the file", error.message().replace('\n', ", "), "correct it first: `hearth check`")]
-    })?;
-    for setting in settings {
-        put(document.as_table_mut(), setting).ok_or_else(|| {
-            let hint = "repeated sections count from 0 and must exist, for example nets[0].forward";
-            vec![Problem::error(&setting.key, "no such section", hint)]
+    let no_toml = |error: TomlError| {
+        let hint = "correct it first: `hearth check`";
+        vec![Problem::error("the file", error.message().replace('\n', ", "), hint)]
+    };
+    settings.iter().try_fold(text.to_owned(), |text, setting| {
+        let refuse = |what: &str, hint: &str| vec![Problem::error(&setting.key, what, hint)];
+        let Some(value) = &setting.value else {
+            let document = Document::parse(&*text).map_err(no_toml)?;
+            setting.effect().ok_or_else(|| refuse("no such key", "a whole section is removed in the file itself"))?;
+            return without(document, &setting.key)
+                .ok_or_else(|| refuse("is not in the file", "it has its default already"));
+        };
+        let mut document: DocumentMut = text.parse().map_err(no_toml)?;
+        put(document.as_table_mut(), &setting.key, value).ok_or_else(|| {
+            refuse("no such section", "repeated sections count from 0 and must exist, for example nets[0].forward")
         })?;
+        Ok(document.to_string())
+    })
+}
+
+/// The text without a key: without its lines, unless it is in an inline table. Comments above it stay. None if there is no
+/// such key.
+fn without(document: Document<&str>, key: &str) -> Option<String> {
+    let steps = steps(key)?;
+    let ((name, None), path) = steps.split_last()? else { return None };
+    let (mut table, mut is_inline): (&dyn TableLike, _) = (document.as_table(), false);
+    for (name, position) in path {
+        let item = table.get(name)?;
+        is_inline |= item.is_value();
+        table = match (position, item) {
+            (Some(at), Item::ArrayOfTables(tables)) => tables.get(*at)?,
+            (Some(at), _) => item.as_array()?.get(*at)?.as_inline_table()?,
+            (None, _) => item.as_table_like()?,
+        };
     }
-    Ok(document.to_string())
+    let (start, end) = (table.key(name)?.span()?.start, table.get(name)?.span()?.end);
+    if is_inline {
+        let mut document = document.into_mut();
+        below(document.as_table_mut(), path)?.remove(name)?;
+        return Some(document.to_string());
+    }
+    let text = document.raw();
+    let first = text[..start].rfind('\n').map_or(0, |end| end + 1);
+    let next = text[end..].find('\n').map_or(text.len(), |length| end + length + 1);
+    Some([&text[..first], &text[next..]].concat())
 }
 
 /// None if the section does not exist.
-fn put(table: &mut Table, setting: &Setting) -> Option<()> {
-    let steps = steps(&setting.key)?;
-    let (last, path) = steps.split_last()?;
-    let mut table: &mut dyn TableLike = table;
-    for (name, position) in path {
-        table = match position {
-            Some(at) => repeated(table.get_mut(name)?, *at)?,
-            None => table.entry(name).or_insert_with(|| Item::Table(implicit())).as_table_like_mut()?,
-        };
-    }
-    let (name, None) = last else { return None };
-    let mut value: Value = setting.value.to_string().parse().expect("both crates write the same TOML");
+fn put(table: &mut Table, key: &str, value: &toml::Value) -> Option<()> {
+    let steps = steps(key)?;
+    let ((name, None), path) = steps.split_last()? else { return None };
+    let table = below(table, path)?;
+    let mut value: Value = value.to_string().parse().expect("both crates write the same TOML");
     match table.get_mut(name).and_then(Item::as_value_mut) {
         Some(old) => {
             // A comment behind the value belongs to it.
@@ -42,6 +70,14 @@ fn put(table: &mut Table, setting: &Setting) -> Option<()> {
         None => drop(table.insert(name, Item::Value(value))),
     }
     Some(())
+}
+
+/// The table at this path. Makes those that are missing, except repeated ones.
+fn below<'a>(table: &'a mut Table, path: &[(&str, Option<usize>)]) -> Option<&'a mut dyn TableLike> {
+    path.iter().try_fold(table as &mut dyn TableLike, |table, (name, position)| match position {
+        Some(at) => repeated(table.get_mut(name)?, *at),
+        None => table.entry(name).or_insert_with(|| Item::Table(implicit())).as_table_like_mut(),
+    })
 }
 
 /// A section that has a heading only if it has keys of its own.
@@ -61,9 +97,12 @@ fn repeated(item: &mut Item, at: usize) -> Option<&mut dyn TableLike> {
 }
 
 impl Setting {
-    /// `KEY = VALUE`, as in the file.
+    /// `KEY = VALUE`, as in the file, or that the key is removed.
     pub fn words(&self) -> String {
-        format!("{} = {}", self.key, self.value)
+        match &self.value {
+            Some(value) => format!("{} = {value}", self.key),
+            None => format!("{} is removed", self.key),
+        }
     }
 
     /// When the change takes effect while a guest runs. None: there is no such key.
@@ -102,6 +141,29 @@ mod tests {
         check("memory=2GiB", "the host\n", "the host\nmemory = \"2GiB\"\n");
         check("disks[0].iops=70", "\"a\"\n", "\"a\"\niops = 70\n");
         check("crash.level=17", "{ port = 80 }\n", "{ port = 80 }\n\n[crash]\nlevel = 17\n");
+    }
+
+    #[test]
+    fn key_without_value_is_removed_and_comments_stay() {
+        check("cpus=", "cpus = 2   # as many as the host\n", "");
+        check("boot.firmware=", "firmware = \"bios\"\n", "");
+        check("disks[0].path=", "path = \"a\"\n", "");
+        check("remount.ready.port=", "{ port = 80 }", "{}");
+        let many = "# first\nextra_qemu_args = [\n  \"-s\", # gdb\n]\n# last";
+        let removed = |text: &str, key: &str| edit(text, &[Setting::parse(key).unwrap()]);
+        assert_eq!(removed(many, "extra_qemu_args=").unwrap(), "# first\n# last");
+        assert_eq!(removed("boot.kernel = \"k\"\ncpus = 2", "boot.kernel=").unwrap(), "cpus = 2");
+        assert_eq!(
+            removed("disks = [{ path = \"a\", iops = 7 }]\n", "disks[0].iops=").unwrap(),
+            "disks = [{ path = \"a\"}]\n"
+        );
+        let refused = |key: &str, expect: &str| {
+            let problem = removed(FILE, key).unwrap_err()[0].to_string();
+            assert!(problem.contains(expect), "{problem}");
+        };
+        refused("memory=", "memory: is not in the file");
+        refused("disks[2].path=", "is not in the file");
+        refused("boot=", "boot: no such key; a whole section");
     }
 
     #[test]

@@ -22,15 +22,16 @@ pub struct HostKey {
 #[derive(Clone, Debug, PartialEq)]
 pub struct Setting {
     pub key: String,
-    pub(super) value: Value,
+    /// None: `KEY=`, which removes the key.
+    pub(super) value: Option<Value>,
 }
 
 impl Setting {
     pub fn new(key: &str, value: Value) -> Self {
-        Self { key: key.to_owned(), value }
+        Self { key: key.to_owned(), value: Some(value) }
     }
 
-    /// Values are written as in machine.toml; quotes around a string are optional.
+    /// Values are written as in machine.toml; quotes around a string are optional. No value stands for the key's default.
     pub fn parse(text: &str) -> Result<Self, String> {
         let (key, value) = text.split_once('=').ok_or("write KEY=VALUE, for example memory_folder=/dev/shm/web2")?;
         let (key, value) = (key.trim(), value.trim());
@@ -38,8 +39,8 @@ impl Setting {
             return Err(format!("{key:?} is not a key; keys look like cpus, crash.level or nets[0].forward"));
         }
         let parsed = format!("value = {value}").parse::<Table>().ok().filter(|table| table.len() == 1);
-        let value = parsed.and_then(|mut table| table.remove("value")).unwrap_or_else(|| Value::String(value.into()));
-        Ok(Self { key: key.to_owned(), value })
+        let typed = parsed.and_then(|mut table| table.remove("value")).unwrap_or_else(|| Value::String(value.into()));
+        Ok(Self { key: key.to_owned(), value: (!value.is_empty()).then_some(typed) })
     }
 }
 
@@ -119,7 +120,10 @@ fn put(table: &mut Table, setting: &Setting) -> Option<()> {
         table = next.as_table_mut()?;
     }
     let (name, None) = last else { return None };
-    table.insert((*name).to_owned(), setting.value.clone());
+    match &setting.value {
+        Some(value) => table.insert((*name).to_owned(), value.clone()),
+        None => table.remove(*name),
+    };
     Some(())
 }
 
@@ -184,11 +188,12 @@ mod tests {
             "memory_folder = /dev/shm/two",
             "crash.level=17",
             "remount.ready.port=8081",
+            "name=",
         ])
         .unwrap();
         assert_eq!(changed.nets[0].forward, Some(vec!["127.0.0.1:8081:80".to_owned()]));
         assert_eq!((changed.memory_folder.as_deref(), changed.cpus), (Some("/dev/shm/two"), Some(2)));
-        assert_eq!(changed.crash.unwrap().level, Some(17));
+        assert_eq!((changed.crash.unwrap().level, changed.name), (Some(17), None));
         assert_eq!(changed.remount.unwrap().ready.unwrap().port, Some(8081));
         let refused = |setting: &str, expect: &str| {
             let problems = set(&[setting]).unwrap_err();
@@ -202,6 +207,6 @@ mod tests {
         }
         // A string that contains a line break and more stays a string.
         let sly = Setting::parse("name=1\nqemu=\"/x\"").unwrap();
-        assert_eq!(sly.value, Value::String("1\nqemu=\"/x\"".into()));
+        assert_eq!(sly.value, Some(Value::String("1\nqemu=\"/x\"".into())));
     }
 }
