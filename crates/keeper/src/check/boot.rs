@@ -7,7 +7,7 @@ use std::fs::{File, OpenOptions};
 use std::io::{self, Read};
 use std::path::Path;
 
-use crate::config::Boot;
+use crate::config::{Boot, uefi_template};
 use crate::problem::Problem;
 
 /// Offset and magic of Linux's boot protocol (Documentation/arch/x86/boot.rst).
@@ -43,7 +43,9 @@ pub fn check(boot: &Boot, problems: &mut Vec<Problem>) {
                 file.map_or(0, |file| firmware_bytes(&file, "boot.firmware", code, hint, problems))
             });
             if let Some(vars) = vars {
-                let hint = "copy the firmware's template there, for example /usr/share/OVMF/OVMF_VARS_4M.fd";
+                let (template, own) = (uefi_template().display().to_string(), vars.display());
+                let hint =
+                    &format!("copy the firmware's template there, for example `install -D -m 600 {template} {own}`");
                 let (subject, write) = ("boot.firmware_vars", read.clone().write(true).clone());
                 let file = file(&write, subject, vars, hint, problems);
                 let vars_bytes = file.map_or(0, |file| firmware_bytes(&file, subject, vars, hint, problems));

@@ -129,7 +129,7 @@ fields! {
         firmware: String = HostUnless(is_own_firmware), WithNextGuest, Path, "`bios`, without `kernel`", r#""uefi""#,
             "`bios` (QEMU's SeaBIOS), `uefi` (the distribution's OVMF), or the path of a firmware image.";
         firmware_vars: String = Host, WithNextGuest, Path, "none", r#""web-vars.fd""#,
-            "UEFI variable store: the machine's own, writable copy. Required with `uefi`.";
+            "UEFI variable store: the machine's own, writable copy. Required with `uefi`; `hearth check` says how to make it.";
     }
 
     /// `[crash]`.

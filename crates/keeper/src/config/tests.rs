@@ -5,6 +5,7 @@ use std::path::Path;
 use hearth_api::EmberMode;
 
 use super::*;
+use crate::home::Home;
 
 mod living;
 mod remount;
@@ -298,6 +299,7 @@ fn memory_and_slack() {
 
 #[test]
 fn boot_is_by_kernel_or_by_firmware() {
+    let vars = Home::of("web").variables().display().to_string();
     let with = |boot: &str| format!("name = \"web\"\nmemory = \"1GiB\"\n{boot}");
     check(
         &with(""),
@@ -315,9 +317,11 @@ fn boot_is_by_kernel_or_by_firmware() {
     );
     check(
         &with("[boot]\nfirmware = \"uefi\"\n[[disks]]\npath = \"a\"\n"),
-        &[
-            "error: boot.firmware_vars: is missing; for example copy /usr/share/OVMF/OVMF_VARS_4M.fd and set firmware_vars to the copy",
-        ],
+        &[&format!(
+            "error: boot.firmware_vars: is missing; copy the firmware's variables for this machine: `install -D -m 600 {} {vars}`, and \
+             set firmware_vars = \"{vars}\"",
+            uefi_template().display()
+        )],
     );
     check(
         &with("[boot]\nfirmware = \"bios\"\nfirmware_vars = \"v\"\n[[disks]]\npath = \"a\"\n"),

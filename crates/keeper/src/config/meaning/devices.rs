@@ -9,6 +9,7 @@ use super::Resolver;
 use crate::config::file::{BootSection, DiskSection, NetSection};
 use crate::config::quantity::{derived_mac, forward, mac};
 use crate::config::{Boot, DiskConfig, DiskFormat, Forward, NetBackend, NetConfig};
+use crate::home::Home;
 
 /// Size of virtio-blk's serial field.
 const SERIAL_BYTES_MAX: usize = 20;
@@ -32,7 +33,7 @@ pub fn uefi_template() -> PathBuf {
 }
 
 impl Resolver<'_> {
-    pub(super) fn boot(&mut self, typed: BootSection, has_disks: bool) -> Option<Boot> {
+    pub(super) fn boot(&mut self, typed: BootSection, has_disks: bool, machine: &str) -> Option<Boot> {
         match (typed.kernel, typed.firmware) {
             (Some(_), Some(_)) => {
                 self.problem("boot", "has both a kernel and firmware", "remove one of them");
@@ -54,12 +55,18 @@ impl Resolver<'_> {
                         self.problem(format!("boot.{key}"), "works only with boot.kernel", "add boot.kernel");
                     }
                 }
-                self.firmware(firmware, typed.firmware_vars, has_disks)
+                self.firmware(firmware, typed.firmware_vars, has_disks, machine)
             }
         }
     }
 
-    fn firmware(&mut self, firmware: Option<String>, vars: Option<String>, has_disks: bool) -> Option<Boot> {
+    fn firmware(
+        &mut self,
+        firmware: Option<String>,
+        vars: Option<String>,
+        has_disks: bool,
+        machine: &str,
+    ) -> Option<Boot> {
         let blamed = ["boot.kernel", "disks"].iter().any(|key| self.blamed.contains(*key));
         if !has_disks && !blamed {
             let hint = "add a [boot] section with a kernel, or a [[disks]] section to boot from";
@@ -73,9 +80,15 @@ impl Resolver<'_> {
         if code.is_none() && vars.is_some() {
             self.problem("boot.firmware_vars", "works only with UEFI firmware", "set firmware = \"uefi\"");
         }
-        if firmware.as_deref() == Some("uefi") {
-            let example = "copy /usr/share/OVMF/OVMF_VARS_4M.fd and set firmware_vars to the copy";
-            self.required(vars.as_ref(), "boot.firmware_vars", example);
+        let subject = "boot.firmware_vars";
+        if firmware.as_deref() == Some("uefi") && vars.is_none() && !self.blamed.contains(subject) {
+            let own = Home::of(machine).variables();
+            let hint = format!(
+                "copy the firmware's variables for this machine: `install -D -m 600 {} {own}`, and set firmware_vars = \"{own}\"",
+                uefi_template().display(),
+                own = own.display()
+            );
+            self.problem(subject, "is missing", hint);
         }
         Some(Boot::Firmware { code, vars: vars.map(|path| self.path(&path)) })
     }

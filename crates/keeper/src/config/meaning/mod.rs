@@ -143,9 +143,9 @@ pub fn resolve(
     if refill && ember == EmberMode::Off {
         resolver.problem("refill", "does not work with `ember = \"off\"`", "remove one of them");
     }
-    let boot = resolver.boot(typed.boot.unwrap_or_default(), !typed.disks.is_empty());
-    let disks = resolver.disks(typed.disks);
     let machine = name.clone().unwrap_or_default();
+    let boot = resolver.boot(typed.boot.unwrap_or_default(), !typed.disks.is_empty(), &machine);
+    let disks = resolver.disks(typed.disks);
     let (nvram, pmem) = resolver.nvram(typed.nvram, &disks);
     if rejuvenate.is_some() && !pmem.is_empty() {
         let message = "does not work with persistent memory, which another QEMU cannot take over";
