@@ -4,6 +4,8 @@
 //! compares the disk that the guest sees with the seed, and reads that.
 
 use std::fs;
+use std::io::Read;
+use std::os::unix::net::UnixStream;
 use std::path::Path;
 
 use hearth_vmtest::fresh_host::FreshHost;
@@ -79,6 +81,7 @@ fn commands_of_the_page_make_run_change_and_remove_a_machine() -> Result<()> {
     let refused = host.shell("hearth rm web --yes")?;
     assert!(refused.status == 1 && refused.text().contains("stop it first: `hearth stop web`"), "{}", refused.text());
     let [set, start, upgrade, reboot, stop, rm] = commands("Day by day").try_into().expect("six commands");
+    host.must("hearth set web display=vnc")?;
     let said = host.must(&set)?;
     assert!(
         said.contains("cpus = 2: waits for the next guest: `hearth upgrade-keeper web && hearth reboot web`"),
@@ -96,6 +99,23 @@ fn commands_of_the_page_make_run_change_and_remove_a_machine() -> Result<()> {
     assert_eq!([&first, &second, &third], [&new, &start, &reboot]);
     assert!(host.must(&explain)?.contains("; warm"));
     assert!(host.must(&status)?.contains("\nember\n"));
+
+    // The screen, which the change of `display` gave it.
+    let mut greeting = [0; 12];
+    let screen = UnixStream::connect(host.folder("/run/hearth/web/vnc.sock"));
+    screen
+        .and_then(|mut screen| screen.read_exact(&mut greeting))
+        .expect("QEMU's user is another one than the socket's");
+    assert_eq!(&greeting, b"RFB 003.008\n");
+    let viewed = host.shell("unset DISPLAY WAYLAND_DISPLAY; hearth view web")?;
+    assert!(
+        viewed.status == 1 && viewed.text().contains("`ssh -NL 5900:/run/hearth/web/vnc.sock "),
+        "{}",
+        viewed.text()
+    );
+    let said = host.must("hearth set web display=")?;
+    assert!(said.contains("display is removed: waits for the next guest"), "{said}");
+    assert!(!host.must("cat /etc/hearth/web.toml")?.contains("display"));
     host.must(&format!("{stop} --force"))?;
     let unit = host.shell(&start)?;
     assert!(unit.status == 1 && unit.text().contains(&format!("run it in the foreground: {run}")), "{}", unit.text());

@@ -10,6 +10,7 @@
 //! - `keeper`: another keeper for the same guest.
 //! - `host_reload`: guests in memory, without QEMU and keeper.
 //! - `host_check`: a host that would lose them.
+//! - `screen`: the picture that a VNC viewer sees.
 //! - `soak`: hundreds of hops, run by hand.
 
 #[path = "rejuvenation/age.rs"]
@@ -34,5 +35,7 @@ mod many;
 mod networks;
 #[path = "rejuvenation/programs.rs"]
 mod programs;
+#[path = "rejuvenation/screen.rs"]
+mod screen;
 #[path = "rejuvenation/soak.rs"]
 mod soak;

@@ -178,7 +178,8 @@ fn reach(config: &Config) -> String {
     let name = &config.name;
     let forwards = config.devices.nets.iter().flat_map(|net| net.backend.forward());
     let forwards: String = forwards.map(|forward| format!("; {}", forward.words())).collect();
-    format!("{name}: its guest runs; console: `hearth console {name}`{forwards}")
+    let screen = if config.guest.screen { format!("; screen: `hearth view {name}`") } else { String::new() };
+    format!("{name}: its guest runs; console: `hearth console {name}`{screen}{forwards}")
 }
 
 /// The QEMU of the next start, and its accelerator; a guest without a machine type gets this QEMU's newest. `found`: as for

@@ -2,11 +2,14 @@
 //!
 //! ROOT/NAME/api.sock    the keeper's API
 //! ROOT/NAME/console.sock  the guest's serial console
+//! ROOT/NAME/vnc.sock    the guest's screen
 //!
 //! A machine with another runtime folder has a symbolic link here.
 
 use std::io;
 use std::path::{Path, PathBuf};
+
+use crate::folders::VNC_SOCKET;
 
 /// The only file beside the machines' folders (see `machine/hop_lock.rs`). No machine may have this name.
 pub const HOPS_LOCK: &str = "hops.lock";
@@ -45,6 +48,10 @@ impl RuntimeRoot {
 
     pub fn console_socket(&self, name: &str) -> PathBuf {
         self.machine(name).join("console.sock")
+    }
+
+    pub fn vnc_socket(&self, name: &str) -> PathBuf {
+        self.machine(name).join(VNC_SOCKET)
     }
 
     /// Sorted names of all machines that have or had a keeper. A missing root has none.

@@ -99,6 +99,12 @@ impl Binary {
         Ok(Self { path, version: found, data_folders, has_sandbox })
     }
 
+    /// Whether QEMU was built with its VNC server.
+    pub fn has_vnc(&self) -> Result<bool, BinaryError> {
+        // As for the sandbox: without VNC it fails at the first option. With it, the second one ends it before it listens.
+        Ok(ask(&self.path, &["-vnc", "unix:unused", "--version"])?.succeeded())
+    }
+
     /// Path of the program.
     pub fn path(&self) -> &Path {
         &self.path
@@ -212,6 +218,13 @@ mod tests {
     fn a_qemu_without_seccomp_is_used_without_sandbox() {
         let (_folder, path) = script(r#"[ "$1" = -sandbox ] && exit 1; echo QEMU emulator version 8.0.0"#);
         assert!(!Binary::find(Some(&path)).unwrap().has_sandbox());
+    }
+
+    #[test]
+    fn qemu_without_vnc_is_known() {
+        let (_folder, path) = script(r#"[ "$1" = -vnc ] && exit 1; echo QEMU emulator version 8.0.0"#);
+        assert!(!Binary::find(Some(&path)).unwrap().has_vnc().unwrap());
+        assert!(Binary::find(None).unwrap().has_vnc().unwrap(), "Debian builds QEMU with VNC");
     }
 
     #[test]

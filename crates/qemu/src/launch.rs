@@ -18,6 +18,9 @@ use crate::{Binary, Version};
 
 const WATCHDOG_SLOT: usize = 0x4;
 const AGENT_SLOT: usize = 0x5;
+const SCREEN_SLOT: usize = 0x6;
+/// A card that firmware and every guest can drive, and that every QEMU has. Each QEMU must give it as much memory.
+pub(crate) const SCREEN_CARD: &str = "VGA,vgamem_mb=16";
 /// First PCI slot of the disks. There are 16 of them, then the networks; the slots below are for devices that every
 /// machine has.
 const DISK_SLOT: usize = 0x8;
@@ -65,6 +68,8 @@ pub struct Launch {
     pub qmp_socket: PathBuf,
     /// Path of the guest agent's socket. None: no channel to an agent.
     pub agent_socket: Option<PathBuf>,
+    /// Path of the VNC server's socket, which QEMU itself makes with its umask. None: the guest has no graphics card.
+    pub vnc_socket: Option<PathBuf>,
     /// The preload library. None: QEMU starts without it.
     pub preload: Option<Preload>,
     /// Keeps the guest stopped until `Qmp::resume` (`-S`).
@@ -210,6 +215,9 @@ impl Launch {
         if let Some(number) = sockets.agent {
             agent_arguments(&mut arguments, number);
         }
+        if let Some(socket) = &self.vnc_socket {
+            screen_arguments(&mut arguments, socket);
+        }
         for (position, disk) in self.disks.iter().enumerate() {
             disk_arguments(&mut arguments, position, disk, binary.version());
         }
@@ -250,7 +258,7 @@ impl Launch {
         let ram_file = ram_file_option(&self.ram_file);
         arguments.option("-object", format!("memory-backend-file,id=ram,size={},{ram_file},share=on", self.ram_bytes));
         // A description of the state (vmdesc), for tools that read one, would be written while the guest stands still.
-        // SeaBIOS, and a boot loader that speaks through it, then use the serial console.
+        // With `graphics=off` SeaBIOS, and a boot loader that speaks through it, use the serial console, and a screen as well.
         let is_bios = matches!(self.boot, Boot::Firmware { code: None, .. });
         let speaks = if is_bios { ",graphics=off" } else { "" };
         arguments.option("-machine", format!("{machine_type},memory-backend=ram,suppress-vmdesc=on{speaks}"));
@@ -317,6 +325,12 @@ fn agent_arguments(arguments: &mut Arguments, number: RawFd) {
     arguments.option("-device", format!("virtio-serial-pci,max_ports=2,addr={AGENT_SLOT:#x}"));
     arguments
         .option("-device", "virtserialport,bus=virtio-serial-bus.0,nr=1,chardev=agent,name=org.qemu.guest_agent.0");
+}
+
+/// Keyboard and mouse are q35's own.
+fn screen_arguments(arguments: &mut Arguments, socket: &Path) {
+    arguments.option("-device", format!("{SCREEN_CARD},addr={SCREEN_SLOT:#x}"));
+    arguments.option("-vnc", format!("unix:{}", escape_path(socket)));
 }
 
 /// Devices that every machine has.
@@ -443,6 +457,7 @@ mod tests {
             serial_socket: "/run/serial".into(),
             qmp_socket: "/run/qmp".into(),
             agent_socket: None,
+            vnc_socket: None,
             preload: None,
             incoming: false,
             sandbox: true,
@@ -519,6 +534,15 @@ mod tests {
             -device virtio-serial-pci,max_ports=2,addr=0x5 \
             -device virtserialport,bus=virtio-serial-bus.0,nr=1,chardev=agent,name=org.qemu.guest_agent.0 ";
         assert!(words.join(" ").contains(expect), "{words:?}");
+    }
+
+    #[test]
+    fn screen_is_a_card_and_a_unix_socket() {
+        let launch = Launch { vnc_socket: Some("/run/a,b/vnc-3.sock".into()), ..launch() };
+        for version in [(7, 2), (10, 0)] {
+            check(&launch, version, "-vga none ");
+            check(&launch, version, "-device VGA,vgamem_mb=16,addr=0x6 -vnc unix:/run/a,,b/vnc-3.sock ");
+        }
     }
 
     #[test]

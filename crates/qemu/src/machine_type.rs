@@ -10,6 +10,7 @@ use serde::Deserialize;
 
 use crate::accelerator::{Accelerator, telling_line};
 use crate::bounded::{self, Finished};
+use crate::launch::SCREEN_CARD;
 use crate::{Binary, BinaryError, environment};
 
 /// Machine type of a machine whose file names none and which an earlier version of Hearth started.
@@ -78,6 +79,8 @@ pub struct Hardware<'a> {
     pub accelerator: Accelerator,
     /// Number of virtual processors.
     pub cpus: u32,
+    /// Whether the machine has a graphics card.
+    pub screen: bool,
 }
 
 impl Binary {
@@ -101,11 +104,12 @@ impl Binary {
 
     /// Makes QEMU build such a machine without a guest. The inner error is QEMU's reason for refusing it.
     pub fn try_hardware(&self, hardware: Hardware<'_>) -> Result<Result<(), String>, BinaryError> {
-        let Hardware { machine_type, cpu_model, accelerator, cpus } = hardware;
+        let Hardware { machine_type, cpu_model, accelerator, cpus, screen } = hardware;
         let cpu_model = cpu_model.unwrap_or(accelerator.default_cpu_model());
         let cpus = cpus.to_string();
         let options = ["-machine", machine_type, "-accel", accelerator.name(), "-cpu", cpu_model, "-smp", &cpus];
-        let finished = self.over_qmp(&[&options[..], &["-m", "16M", "-S"]].concat(), QUIT)?;
+        let card: &[&str] = if screen { &["-device", SCREEN_CARD] } else { &[] };
+        let finished = self.over_qmp(&[&options[..], card, &["-m", "16M", "-S"]].concat(), QUIT)?;
         if finished.succeeded() {
             return Ok(Ok(()));
         }
@@ -192,7 +196,8 @@ mod tests {
     #[test]
     fn unsupported_hardware_is_refused_with_qemus_reason() {
         let binary = binary();
-        let good = Hardware { machine_type: Q35, cpu_model: None, accelerator: Accelerator::Tcg, cpus: 2 };
+        let good =
+            Hardware { machine_type: Q35, cpu_model: None, accelerator: Accelerator::Tcg, cpus: 2, screen: true };
         let check = |hardware, expect: &str| {
             let why = binary.try_hardware(hardware).unwrap().unwrap_err();
             assert!(why.contains(expect), "{hardware:?}: {why}");

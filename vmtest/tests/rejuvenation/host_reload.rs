@@ -34,13 +34,13 @@ fn must(output: Output) -> String {
 }
 
 /// Parks all machines in the runtime root of `vm`, and waits for the end of its keeper only.
-fn park(vm: &TestVm) -> Result<String> {
+pub fn park(vm: &TestVm) -> Result<String> {
     let said = must(host_reload(vm, "prepare", &["--drill"])?);
     assert!(vm.wait_keeper_end()?.success());
     Ok(said)
 }
 
-fn resume(vm: &TestVm) -> Result<String> {
+pub fn resume(vm: &TestVm) -> Result<String> {
     let said = must(host_reload(vm, "resume", &[])?);
     vm.wait_running()?;
     Ok(said)

@@ -34,6 +34,11 @@ pub fn hardware(guest: &GuestConfig, binary: &Binary, problems: &mut Vec<Problem
         problems.push(Problem::error("machine_type", message, format!("set machine_type = \"{newest}\"")));
         return Ok(());
     };
+    if guest.screen && !binary.has_vnc()? {
+        let hint = "set `qemu` to one that has, or remove display";
+        problems.push(Problem::error("display", format!("{qemu} has no VNC server"), hint));
+        return Ok(());
+    }
     if known.deprecated {
         let message = format!("{machine_type} is deprecated in {qemu}; a later QEMU will not start the machine");
         let hint = format!("set machine_type = \"{newest}\": the next guest gets slightly newer devices");
@@ -43,7 +48,8 @@ pub fn hardware(guest: &GuestConfig, binary: &Binary, problems: &mut Vec<Problem
     let chosen = accelerator::choose(binary, guest.accelerator, guest.cpu_model.as_deref());
     let Ok(chosen) = chosen else { return Ok(()) };
     let cpu_model = guest.cpu_model.as_deref();
-    let hardware = Hardware { machine_type, cpu_model, accelerator: chosen.accelerator, cpus: guest.cpus };
+    let hardware =
+        Hardware { machine_type, cpu_model, accelerator: chosen.accelerator, cpus: guest.cpus, screen: guest.screen };
     if let Err(why) = binary.try_hardware(hardware)? {
         let cpu_model = cpu_model.unwrap_or(chosen.accelerator.default_cpu_model());
         let message = format!(
@@ -166,6 +172,22 @@ mod tests {
         let unknown = "error: machine_type: QEMU 10.2.0 (PROGRAM) has no q35 machine type pc-q35-99; set machine_type = \
                        \"pc-q35-10.2\"";
         check("pc-q35-99", &[unknown]);
+    }
+
+    #[test]
+    fn screen_needs_a_qemu_with_vnc() {
+        let folder = tempfile::tempdir().unwrap();
+        let version = "QEMU emulator version 10.2.0'; case \"$1\" in -vnc) exit 1;; esac; echo '";
+        let program = answering(folder.path(), version, "exit 0");
+        assert_eq!(with_program(&program, "accelerator = \"tcg\""), [""; 0]);
+        let found = with_program(&program, "accelerator = \"tcg\"\ndisplay = \"vnc\"");
+        let expect = format!(
+            "error: display: QEMU 10.2.0 ({}) has no VNC server; set `qemu` to one that has, or remove display",
+            program.display()
+        );
+        assert_eq!(found, [expect]);
+        let qemu = Binary::find(None).expect("these tests need QEMU: apt-get install qemu-system-x86");
+        assert_eq!(with_program(qemu.path(), "accelerator = \"tcg\"\ndisplay = \"vnc\""), [""; 0]);
     }
 
     #[test]

@@ -74,6 +74,7 @@ mod text;
 mod top;
 mod trust;
 mod upgrade_keeper;
+mod view;
 mod vmcore;
 mod words;
 
@@ -144,6 +145,7 @@ Examples:
   hearth run web.toml              start the machine; stays in the foreground
   hearth status web                show the machine's state and how its ember was used
   hearth console web               connect to its serial console; Ctrl-] disconnects
+  hearth view web                  open a VNC viewer on its screen, if it has one
   hearth reboot web                reboot; the old guest's cached blocks stay in memory
   hearth rejuvenate web            replace QEMU under the running guest
   hearth save web -o web-1         save the machine to a folder
@@ -241,6 +243,10 @@ enum Verb {
     /// Ctrl-] disconnects. Several consoles may be open at once; each first shows the recent output. Without a
     /// terminal, input and output pass through unchanged.
     Console(NameArgument),
+    /// Open a VNC viewer on the guest's screen.
+    ///
+    /// The machine needs `display = "vnc"`. Without a desktop or a viewer, the error says how to see the screen from elsewhere.
+    View(NameArgument),
     /// Reboot the guest into a new incarnation.
     ///
     /// The guest is asked to shut down. After a minute its power is cut.
@@ -707,6 +713,7 @@ fn perform(verb: Verb, json: bool, root: Option<PathBuf>, out: &mut dyn Write) -
         Verb::Top => top::watch(context),
         Verb::Status(NameArgument { name }) => status::show(context, &name),
         Verb::Console(NameArgument { name }) => console::connect(context, &name),
+        Verb::View(NameArgument { name }) => view::view(context, &name),
         Verb::Reboot { machine, cold, force, wait } => {
             order::reboot(context, &machine.name, RebootRequest { cold, force }, !wait.no_wait)
         }

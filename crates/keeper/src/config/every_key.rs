@@ -26,6 +26,7 @@ pub const FILES: [&str; 5] = [
         admission = "always"
         sandbox = true
         guest_agent = true
+        display = "vnc"
         extra_qemu_args = ["-device", "virtio-balloon-pci"]
         [boot]
         kernel = "vmlinuz"

@@ -193,6 +193,7 @@ pub struct Field {
 pub const ON_OFF: &[&str] = &["on", "off"];
 pub const OWNERS: &[&str] = &["hearth", "libvirt"];
 pub const ACCELERATORS: &[&str] = &["auto", "kvm", "tcg"];
+pub const DISPLAYS: &[&str] = &["none", "vnc"];
 pub const ADMISSION: &[&str] = &["dump", "always"];
 pub const ON_PANIC: &[&str] = &["dump+recover", "dump", "recover", "pause"];
 pub const DUMP_FORMATS: &[&str] = &["kdump", "elf"];

@@ -7,7 +7,7 @@ use super::fields::Effect::{AtTakeOver, WithNextGuest, WithNextStart};
 use super::fields::Kind::{Boolean, Choice, Integer, Path, Size, SizeOrPercent, Text, TextList, Time};
 use super::fields::Trust::{Guest, Host, HostUnless, Replaced};
 use super::fields::{
-    ACCELERATORS, ADMISSION, COMPRESSIONS, DISK_FORMATS, DISK_TIMES, DUMP_FORMATS, Field, MIRRORS, NET_KINDS,
+    ACCELERATORS, ADMISSION, COMPRESSIONS, DISK_FORMATS, DISK_TIMES, DISPLAYS, DUMP_FORMATS, Field, MIRRORS, NET_KINDS,
     NVRAM_DEVICES, ON_OFF, ON_PANIC, OWNERS, Section, WATCHDOG_ACTIONS, is_own_firmware, is_own_user, is_plain,
     is_true,
 };
@@ -103,6 +103,8 @@ fields! {
         guest_agent: bool = Guest, WithNextGuest, Boolean, "`false`", "true",
             "Adds a channel to qemu-guest-agent, which must run in the guest. `hearth save --freeze` (see \
              lazy-restore.md) and `remount.ready.unit` need it. It is an extra device.";
+        display: String = Guest, WithNextGuest, Choice(DISPLAYS), "`none`", r#""vnc""#,
+            "`vnc` gives the guest a graphics card (VGA), and QEMU a VNC server on a unix socket: `hearth view NAME`.";
         extra_qemu_args: Vec<String> = Host, WithNextGuest, TextList, "none", r#"["-device", "virtio-balloon-pci"]"#,
             "Arguments appended to QEMU's command line unchanged. Hearth does not check them, and they can break its \
              guarantees. If they contain `vmgenid`, Hearth adds no such device itself.";

@@ -99,9 +99,17 @@ pub struct GuestConfig {
     /// Whether the guest has a channel to its agent.
     #[serde(rename = "guest_agent")]
     pub agent: bool,
+    /// Whether the guest has a graphics card, and QEMU a VNC server.
+    #[serde(rename = "display", serialize_with = "vnc_or_none")]
+    pub screen: bool,
     /// The file that keeps the cache map while the machine is stopped, if the guest has a disk with that map.
     #[serde(serialize_with = "on_or_off")]
     pub refill: Option<PathBuf>,
+}
+
+/// As spelled in the configuration.
+fn vnc_or_none<S: serde::Serializer>(screen: &bool, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.serialize_str(if *screen { "vnc" } else { "none" })
 }
 
 /// As spelled in the configuration.

@@ -45,6 +45,7 @@ fn the_smallest_file_gets_every_default() {
             boot: Boot::Kernel { kernel: "/machines/vmlinuz".into(), initrd: None, cmdline: String::new() },
             watchdog: None,
             agent: false,
+            screen: false,
             refill: None,
         },
         devices: DevicesConfig { disks: vec![], nvram: vec![], pmem: vec![], nets: vec![] },

@@ -8,7 +8,7 @@ pub mod own_user;
 
 use std::fs::{self, DirBuilder, File, OpenOptions, Permissions};
 use std::io::{self, Read, Write};
-use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -26,6 +26,8 @@ const STICKY: u32 = 0o1000;
 const TABLES_PREFIX: &str = "tables-";
 /// The file of the disk with the cache map, in the memory folder.
 pub const CACHE_MAP: &str = "cache-map";
+/// The link to the VNC server of the QEMU that has the guest, in the runtime folder.
+pub const VNC_SOCKET: &str = "vnc.sock";
 /// How long to wait for another process that tests the lock. The test takes microseconds.
 const LOOK_PATIENCE: Duration = Duration::from_secs(1);
 
@@ -69,6 +71,10 @@ pub fn restored_disk(machine_folder: &Path, disk: &str) -> PathBuf {
 /// Path of a disk's vhost-user socket, in the runtime folder.
 pub fn disk_socket(runtime: &Path, disk: &str) -> PathBuf {
     runtime.join(format!("disk-{disk}.sock"))
+}
+
+fn vnc_socket_name(generation: u32) -> String {
+    format!("vnc-{generation}.sock")
 }
 
 /// Path of the registers of an incarnation that will be dumped, in the runtime folder.
@@ -122,6 +128,11 @@ impl Folders {
         self.runtime.join(format!("agent-{generation}.sock"))
     }
 
+    /// The socket of a QEMU's VNC server.
+    pub fn vnc_socket(&self, generation: u32) -> PathBuf {
+        self.runtime.join(vnc_socket_name(generation))
+    }
+
     pub fn userfault_socket(&self, generation: u32) -> PathBuf {
         self.runtime.join(format!("userfault-{generation}.sock"))
     }
@@ -137,6 +148,18 @@ impl Folders {
 
     pub fn qemu_log(&self, generation: u32) -> PathBuf {
         self.runtime.join(format!("qemu-{generation}.log"))
+    }
+
+    /// Points `vnc.sock` at the VNC server of the QEMU that has the guest.
+    pub fn show_screen_of(&self, generation: u32) -> io::Result<()> {
+        let (link, draft) = (self.runtime.join(VNC_SOCKET), self.runtime.join(format!("{VNC_SOCKET}.new")));
+        if let Err(error) = fs::remove_file(&draft)
+            && error.kind() != io::ErrorKind::NotFound
+        {
+            return Err(error);
+        }
+        symlink(vnc_socket_name(generation), &draft)?;
+        fs::rename(draft, link)
     }
 
     /// Registers of an incarnation that will be dumped.
@@ -163,7 +186,8 @@ impl Folders {
     /// Removes the sockets and packet gates of a QEMU that has ended.
     pub fn discard_generation(&self, generation: u32) {
         let nets = (0..8).map(|net| self.passt_pid(net, generation));
-        let sockets = [Self::qmp_socket, Self::serial_socket, Self::agent_socket, Self::userfault_socket];
+        let sockets =
+            [Self::qmp_socket, Self::serial_socket, Self::agent_socket, Self::vnc_socket, Self::userfault_socket];
         let sockets = sockets.map(|socket| socket(self, generation));
         for path in sockets.into_iter().chain(nets).chain([self.gates(generation)]) {
             // Most of these never existed; a file that stays is replaced by its next user.

@@ -112,6 +112,16 @@ impl Context {
         *self.file.shown.lock().expect("holders only copy and assign") = shown;
     }
 
+    /// Lets viewers find the screen of the guest, if it has one, at this QEMU.
+    pub fn show_screen_of(&self, generation: u32) {
+        if !self.config.guest.screen {
+            return;
+        }
+        if let Err(error) = self.folders.show_screen_of(generation) {
+            tracing::warn!(generation, %error, "cannot link vnc.sock: `hearth view` does not find this QEMU");
+        }
+    }
+
     /// The configuration of the living guest, in the journal's format.
     pub fn started_with(&self) -> String {
         Configured { config: self.config.clone(), typed: self.file.typed.clone() }.for_journal()

@@ -76,6 +76,7 @@ pub fn launch(
         serial_socket: folders.serial_socket(generation),
         qmp_socket: folders.qmp_socket(generation),
         agent_socket: None,
+        vnc_socket: config.guest.screen.then(|| folders.vnc_socket(generation)),
         preload: Some(Preload {
             library: preload.to_owned(),
             socket: folders.userfault_socket(generation),
@@ -193,6 +194,7 @@ pub fn hardware(config: &Config, accelerator: Accelerator) -> Vec<String> {
     words.extend(config.devices.disks.iter().map(|disk| format!("disk {} with {} queues", disk.name, disk.queues)));
     words.extend(config.devices.nets.iter().map(|net| format!("net {} {}", net.backend.kind(), net.mac)));
     words.extend(config.guest.watchdog.map(|_| "watchdog".to_owned()));
+    words.extend(config.guest.screen.then(|| "screen".to_owned()));
     words.extend(config.guest.refill.as_ref().map(|_| "cache map".to_owned()));
     words.extend(config.qemu.extra_args.iter().map(|word| format!("extra_qemu_args {word}")));
     words

@@ -7,6 +7,8 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
+use crate::folders::VNC_SOCKET;
+
 /// Files in the folder of a machine that has stopped or failed. `*` stands for a number or a name.
 pub const AT_REST: [&str; 8] = [
     "keeper.lock",
@@ -24,17 +26,18 @@ const QEMU_LOGS: &str = "qemu-*.log";
 const QEMU_LOGS_MAX: usize = 8;
 
 /// Files of one QEMU; their names end with the generation's number.
-const OF_A_QEMU: [&str; 6] =
-    ["qmp-*.sock", "serial-*.sock", "agent-*.sock", "userfault-*.sock", "valves-*", "passt-*.pid"];
+const OF_A_QEMU: [&str; 7] =
+    ["qmp-*.sock", "serial-*.sock", "agent-*.sock", "vnc-*.sock", "userfault-*.sock", "valves-*", "passt-*.pid"];
 const OF_A_DEAD_GUEST: &str = "registers-*";
-const OF_A_DISK: &str = "disk-*.sock";
+/// Files of a running machine.
+const OF_A_GUEST: [&str; 2] = ["disk-*.sock", VNC_SOCKET];
 /// A new file that was never renamed to its final name.
 const UNFINISHED: &str = "*.new";
 
 /// Which files of a runtime folder are still needed.
 #[derive(Clone, Debug, Default)]
 pub struct Needed {
-    /// Generation of the living QEMU. Its disks' sockets are needed too.
+    /// Generation of the living QEMU. Its disks' sockets and `vnc.sock` are needed too.
     pub generation: Option<u32>,
     /// Incarnations that still have to be dumped.
     pub dumps: Vec<u32>,
@@ -53,7 +56,8 @@ pub fn remove(runtime: &Path, needed: &Needed) {
         if matches(OF_A_DEAD_GUEST, name) {
             return number_in(name).is_some_and(|number| needed.dumps.contains(&number));
         }
-        let is_passing = matches(OF_A_DISK, name) && needed.generation.is_none() || matches(UNFINISHED, name);
+        let is_of_guest = OF_A_GUEST.iter().any(|pattern| matches(pattern, name));
+        let is_passing = is_of_guest && needed.generation.is_none() || matches(UNFINISHED, name);
         !is_passing
     };
     for (name, path) in files(runtime) {
@@ -101,18 +105,26 @@ fn number_in(name: &str) -> Option<u32> {
 mod tests {
     use super::*;
 
-    const OF_QEMUS: [&str; 8] = [
+    const OF_QEMUS: [&str; 9] = [
         "qmp-3.sock",
         "qmp-31.sock",
         "serial-3.sock",
         "agent-3.sock",
+        "vnc-3.sock",
         "userfault-3.sock",
         "valves-3",
         "passt-0-3.pid",
         "passt-3-2.pid",
     ];
-    const OTHERS: [&str; 6] =
-        ["disk-root.sock", "registers-3", "registers-4", "journal.json.new", "api.sock", "somebodys-notes.txt"];
+    const OTHERS: [&str; 7] = [
+        "disk-root.sock",
+        "vnc.sock",
+        "registers-3",
+        "registers-4",
+        "journal.json.new",
+        "api.sock",
+        "somebodys-notes.txt",
+    ];
 
     #[track_caller]
     fn check(needed: &Needed, stay: &[&str]) {
@@ -135,7 +147,7 @@ mod tests {
         check(&Needed::default(), &always);
         check(&Needed { dumps: vec![4], ..Needed::default() }, &["api.sock", "registers-4", "somebodys-notes.txt"]);
         let living = Needed { generation: Some(3), dumps: vec![3] };
-        let mut stay = vec!["disk-root.sock", "registers-3"];
+        let mut stay = vec!["disk-root.sock", "vnc.sock", "registers-3"];
         stay.extend(always);
         stay.extend(OF_QEMUS.iter().filter(|name| !["qmp-31.sock", "passt-3-2.pid"].contains(name)));
         stay.sort_unstable();

@@ -332,6 +332,7 @@ impl Machine {
         self.context.save_journal();
         generation.keep_running();
         self.context.outside.console.attach(generation.console(&self.context.folders));
+        self.context.show_screen_of(generation.number);
         self.pin(generation.identity().pid);
         Life { incarnation, generation, began: began.unwrap_or_else(Instant::now), going_on: 0 }
     }

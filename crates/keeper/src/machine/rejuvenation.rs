@@ -647,6 +647,7 @@ impl Machine {
             Ok(pause) => {
                 // The guest need not wait for this: its output is read after the old QEMU's last output.
                 self.context.outside.console.end_switch(true);
+                self.context.show_screen_of(new.number);
                 progress.report.pause_ms = Some(pause.as_secs_f64() * 1e3);
                 Ok(pause)
             }

@@ -180,6 +180,7 @@ pub fn resolve(
         boot: boot?,
         watchdog: typed.watchdog.map(watchdog_action),
         agent: guest_agent,
+        screen: typed.display.as_deref() == Some("vnc"),
         refill: refill.then(|| state_folder(&machine).join(CACHE_MAP)),
     };
     Some(Config {

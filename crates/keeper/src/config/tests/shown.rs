@@ -59,6 +59,7 @@ fn shown() -> Value {
         "keep_memory_s": null,
         "sandbox": true,
         "guest_agent": true,
+        "display": "vnc",
         "boot": {
             "kernel": { "kernel": "/machines/vmlinuz", "initrd": "/machines/initrd", "cmdline": "quiet" },
         },
