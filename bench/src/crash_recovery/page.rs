@@ -4,8 +4,11 @@
 use super::hearth::Life;
 use super::{Shape, summary};
 use crate::record::Record;
-use crate::report::{self, MemoryPlot, Page, figures, memory_plot, table};
+use crate::report::{self, MemoryPlot, Page, figures, memory_plot};
 use crate::table::figure;
+
+const EXPLANATION: &str = "What the files of both incarnations occupy. Better: the dead one (blue) gone sooner, and both together \
+                           below the dashed line, which is the machine's RAM.";
 
 pub fn html(record: &Record, shape: Shape, lives: &[Life]) -> String {
     let mut page = Page::new(
@@ -13,14 +16,15 @@ pub fn html(record: &Record, shape: Shape, lives: &[Life]) -> String {
         "The dead guest's memory is written to the disk, and given back piece by piece, while the next incarnation boots \
          on what is free. Each plot is one crash; zero is the panic.",
     );
-    page.section("Sides", &table(&summary::table(record)));
+    page.quick(record.quick);
+    page.section("Sides", "", &summary::table(record).html());
     for life in lives {
-        page.section(&title(life), &memory_plot::draw(&plot(life, shape)));
+        page.section(&title(life), EXPLANATION, &memory_plot::draw(&plot(life, shape)));
     }
-    page.section("How much is released at once", &table(&summary::chunk_table(record)));
-    page.section("Who gets the disk while a boot needs it", &table(&summary::policy_table(record)));
-    page.section("Figures", &figures(record));
-    page.section("How it was measured", &notes(record, shape));
+    page.section("How much is released at once", "", &summary::chunk_table(record).html());
+    page.section("Who gets the disk while a boot needs it", "", &summary::policy_table(record).html());
+    page.section("Figures", "", &figures(record));
+    page.section("How it was measured", "", &notes(record, shape));
     page.html(&format!("Hearth {}, {}", env!("CARGO_PKG_VERSION"), record.date))
 }
 
@@ -39,9 +43,9 @@ fn title(life: &Life) -> String {
 fn plot(life: &Life, shape: Shape) -> MemoryPlot {
     MemoryPlot {
         points: life.memory.clone(),
-        ram_mib: shape.memory_mib as f64,
-        back_s: life.back_s,
-        dumped_s: life.dumped_s,
+        limit_mib: shape.memory_mib as f64,
+        x_label: "seconds from the panic",
+        marks: vec![(life.back_s, "serves again"), (life.dumped_s, "dump complete")],
     }
 }
 

@@ -1,6 +1,7 @@
 //! The demo's report, from one crash of each way.
 
 use hearth_api::{EmberStatus, QemuStatus, Recovery};
+use hearth_page::milliseconds;
 
 use super::Owner;
 use super::life::{AFTER_S, Life};
@@ -140,10 +141,15 @@ fn timeline(life: &Life) -> Option<Timeline> {
         duration_ms: phase.duration_ms,
     };
     let recovery: &Recovery = life.recovery.as_ref()?;
+    let way = match life.run {
+        Run::Refill => "Refill reboot",
+        Run::Warm => "Warm reboot",
+        Run::Cold => "Cold reboot",
+    };
+    let (recovery_ms, outage_ms) = (milliseconds(recovery.duration_ms), milliseconds(life.outage_s() * 1e3));
     Some(Timeline {
+        title: format!("{way}: {recovery_ms} of {outage_ms} without service"),
         run: life.run,
-        recovery_ms: recovery.duration_ms,
-        outage_ms: life.outage_s() * 1e3,
         phases: recovery.phases.iter().map(phase).collect(),
     })
 }

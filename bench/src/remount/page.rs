@@ -4,9 +4,12 @@ use super::trace::Trace;
 use super::{MEMORY_MIB, summary};
 use crate::record::Record;
 use crate::report::read_times::{self, Extent};
-use crate::report::{self, Page, figures, table};
+use crate::report::{self, Page, figures};
 use crate::sides::BOOT_SET_LIMIT;
 use crate::table::figure_or_dash;
+
+const EXPLANATION: &str =
+    "Each dot is a read of the guest's: when, and how long it took. Better: lower, and over sooner.";
 
 pub fn html(record: &Record, traces: &[Trace]) -> String {
     let mut page = Page::new(
@@ -14,6 +17,7 @@ pub fn html(record: &Record, traces: &[Trace]) -> String {
         "A storage appliance crashes with all its volumes mounted and their journals dirty. It is ready again when every \
          volume is mounted and has been looked through.",
     );
+    page.quick(record.quick);
     let most = |of: fn(&Trace) -> f64| traces.iter().map(of).fold(0.0, f64::max);
     let scale =
         Extent { until: most(|trace| trace.ready_s), highest: most(|trace| trace.us(100.0).unwrap_or(0.0)) / 1e3 };
@@ -26,11 +30,11 @@ pub fn html(record: &Record, traces: &[Trace]) -> String {
             figure_or_dash(trace.us(50.0).map(|us| us / 1e3)),
             figure_or_dash(trace.us(100.0).map(|us| us / 1e3))
         );
-        page.section(&title, &read_times::draw(&reads, &scale));
+        page.section(&title, EXPLANATION, &read_times::draw(&reads, &scale));
     }
-    page.section("Sides", &table(&summary::table(record)));
-    page.section("Figures", &figures(record));
-    page.section("How it was measured", &notes(record));
+    page.section("Sides", "", &summary::table(record).html());
+    page.section("Figures", "", &figures(record));
+    page.section("How it was measured", "", &notes(record));
     page.html(&format!("Hearth {}, {}", env!("CARGO_PKG_VERSION"), record.date))
 }
 

@@ -3,53 +3,22 @@
 //! The plots follow the paper that first measured warm reboots, so that a reader can compare them: throughput over time with all
 //! reboots overlaid (its Figure 4).
 
-mod frame;
-pub mod memory_plot;
 mod page;
 pub mod read_times;
-mod scale;
 pub mod share_plot;
 mod throughput;
-mod timeline;
 
-pub use memory_plot::{Held, MemoryPlot};
-pub use page::Page;
-pub use timeline::{Phase, Timeline};
+pub use hearth_page::memory_plot::{self, Held, MemoryPlot};
+pub use hearth_page::timeline::{Phase, Timeline};
+pub use hearth_page::{Page, Run};
 
 use std::iter;
 use std::path::Path;
 
+use hearth_page::paragraphs;
+
 use crate::record::Record;
-use crate::table::{Table, escape, figure};
-
-/// A way to reboot, with its name and colour on the page.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Run {
-    /// Warm, and the guest brings its file cache back.
-    Refill,
-    Warm,
-    Cold,
-}
-
-impl Run {
-    pub const ALL: [Run; 3] = [Run::Refill, Run::Warm, Run::Cold];
-
-    pub fn word(self) -> &'static str {
-        match self {
-            Run::Refill => "refill",
-            Run::Warm => "warm",
-            Run::Cold => "cold",
-        }
-    }
-}
-
-/// A table as HTML; empty if it has no rows.
-pub fn table(table: &Table) -> String {
-    if table.is_empty() {
-        return String::new();
-    }
-    format!("<div class=\"scroll\">{}</div>", table.html())
-}
+use crate::table::{Table, figure};
 
 /// The figures of a record's summary.
 pub fn figures(record: &Record) -> String {
@@ -57,18 +26,13 @@ pub fn figures(record: &Record) -> String {
     for (metric, value) in &record.summary {
         figures.row([metric.clone(), figure(*value)]);
     }
-    table(&figures)
+    figures.html()
 }
 
 /// The machine and method of a record, as paragraphs.
 pub fn notes(record: &Record, how: &[String]) -> String {
     let on = format!("{}; {}. Disk profiles by: {}.", record.machine.describe(), record.qemu, record.profile_by);
-    let quick = record.quick.then(|| "A quick run: a look, not a result.".to_owned());
-    paragraphs(iter::once(&on).chain(how).chain(&quick))
-}
-
-fn paragraphs<'a>(notes: impl IntoIterator<Item = &'a String>) -> String {
-    notes.into_iter().map(|note| format!("<p>{}</p>", escape(note))).collect()
+    paragraphs(iter::once(&on).chain(how))
 }
 
 /// A value for each way to reboot, in the order of the page.
@@ -153,9 +117,8 @@ mod tests {
                 values: vec![(Run::Warm, "7.5 s".into()), (Run::Cold, "9.1 s".into())],
             }],
             timelines: vec![Timeline {
+                title: "Warm reboot: 90 ms of 7.60 s without service".into(),
                 run: Run::Warm,
-                recovery_ms: 90.0,
-                outage_ms: 7600.0,
                 phases: vec![Phase { name: "start_qemu".into(), start_ms: 3.0, duration_ms: 80.0 }],
             }],
             ..Report::default()

@@ -1,62 +1,35 @@
-//! The frame of the page and its texts.
+//! The demo's page and its texts.
 
-use super::{Line, Report, Run, Series, Tile, paragraphs, throughput, timeline};
-use crate::table::escape;
+use hearth_page::{Page, escape, paragraphs, timeline};
 
-const STYLE: &str = include_str!("page.css");
+use super::{Line, Report, Run, Series, Tile, throughput};
 
 pub fn render(report: &Report) -> String {
-    let parts = [
-        tiles(&report.tiles),
-        section("Web requests over time", &legend(&report.series), &figure_of(&throughput::draw(&report.series))),
-        section("Before and after", "", &table(&report.lines)),
-        section("Hearth's part of the outage", "", &timeline::draw(&report.timelines)),
-        section("How it was measured", "", &paragraphs(&report.notes)),
-    ];
-    frame(&report.title, &format!("{} {}", report.lead, report.verdict), &parts.join("\n"), &report.footer)
+    let mut page = Page::new(&report.title, format!("{} {}", report.lead, report.verdict).trim());
+    page.head(&tiles(&report.tiles));
+    page.section(
+        "Web requests over time",
+        "Requests a second as the client saw them. Better: back at the height from before the crash sooner.",
+        &over_time(&report.series),
+    );
+    page.section(
+        "Before and after",
+        "The same load after each way to come back. Better: closer to the column \"before\".",
+        &table(&report.lines),
+    );
+    page.section(
+        "Hearth's part of the outage",
+        "What the keeper did between the old kernel and the new one; the rest of the outage is the guest's own boot. Better: \
+         shorter.",
+        &timeline::draw(&report.timelines),
+    );
+    page.section("How it was measured", "", &paragraphs(&report.notes));
+    page.html(&report.footer)
 }
 
-/// A page that is built section by section.
-pub struct Page {
-    title: String,
-    lead: String,
-    parts: String,
-}
-
-impl Page {
-    pub fn new(title: &str, lead: &str) -> Self {
-        Self { title: title.to_owned(), lead: lead.to_owned(), parts: String::new() }
-    }
-
-    pub fn section(&mut self, title: &str, body: &str) {
-        self.parts += &section(&escape(title), "", body);
-    }
-
-    pub fn html(&self, footer: &str) -> String {
-        frame(&self.title, &self.lead, &self.parts, footer)
-    }
-}
-
-fn frame(title: &str, lead: &str, parts: &str, footer: &str) -> String {
-    format!(
-        "<!doctype html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n\
-         <meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\n\
-         <meta name=\"color-scheme\" content=\"light dark\">\n<title>{title}</title>\n<style>\n{STYLE}</style>\n</head>\n\
-         <body>\n<main>\n<header><h1>{title}</h1><p class=\"lead\">{lead}</p></header>\n{parts}\n\
-         <footer>{}</footer>\n</main>\n</body>\n</html>\n",
-        escape(footer),
-        title = escape(title),
-        lead = escape(lead),
-    )
-}
-
-/// A section; empty if it has no data.
-fn section(title: &str, before: &str, body: &str) -> String {
-    if body.is_empty() { String::new() } else { format!("<section><h2>{title}</h2>{before}{body}</section>") }
-}
-
-fn figure_of(drawing: &str) -> String {
-    if drawing.is_empty() { String::new() } else { format!("<figure>{drawing}</figure>") }
+fn over_time(series: &[Series]) -> String {
+    let drawing = throughput::draw(series);
+    if drawing.is_empty() { String::new() } else { format!("{}<figure>{drawing}</figure>", legend(series)) }
 }
 
 fn legend(series: &[Series]) -> String {

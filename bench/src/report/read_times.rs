@@ -1,6 +1,6 @@
 //! The latency of each read over the time of a boot, as dots, with the same scale for all plots on a page.
 
-use super::frame::Frame;
+use hearth_page::Frame;
 
 /// The scale of all plots on a page.
 pub struct Extent {

@@ -1,7 +1,7 @@
 //! Requests per second over time, all reboots overlaid with the crash at zero.
 
-use super::frame::{Frame, MARGIN_BOTTOM, MARGIN_TOP};
-use super::scale::tick_text;
+use hearth_page::{Frame, MARGIN_BOTTOM, MARGIN_TOP, tick_text};
+
 use super::{Run, Series};
 use crate::table::figure;
 

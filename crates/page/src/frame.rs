@@ -1,6 +1,6 @@
 //! The frame of a plot over time: its scales, axes and lines.
 
-use super::scale::{Scale, axis_top, tick_text};
+use crate::scale::{Scale, axis_top, tick_text};
 
 pub const MARGIN_LEFT: f64 = 44.0;
 pub const MARGIN_RIGHT: f64 = 12.0;
