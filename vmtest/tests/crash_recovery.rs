@@ -6,6 +6,7 @@
 //! - `faults`: full disks, killed keepers, crashes in a row.
 //! - `memory`: a guest that needs memory faster than the dump releases it.
 //! - `living`: dumps of guests that continue.
+//! - `report`: the report of a crash agrees with the status.
 //! - `dump`, `small_folder`: shared helpers.
 
 #[path = "crash_recovery/dump.rs"]
@@ -16,6 +17,8 @@ mod faults;
 mod living;
 #[path = "crash_recovery/memory.rs"]
 mod memory;
+#[path = "crash_recovery/report.rs"]
+mod report;
 #[path = "crash_recovery/small_folder.rs"]
 mod small_folder;
 #[path = "crash_recovery/truth.rs"]

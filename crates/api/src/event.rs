@@ -247,6 +247,21 @@ pub enum EventKind {
     CacheMapMissing { why: String },
     /// Ember pages were dropped to stay within the budget.
     EmberTrimmed { pages: u64, bytes: u64 },
+    /// Memory that the machine's guests hold, and what they have read from their disks, for `hearth report`. Recorded when a guest
+    /// starts, and then at growing intervals.
+    MemoryHeld {
+        /// The incarnation that `resident_bytes` belongs to.
+        living: u32,
+        resident_bytes: u64,
+        /// Memory of dead incarnations, with the buffer of a dump.
+        dead_bytes: u64,
+        /// Limit for both together at this moment.
+        limit_bytes: u64,
+        /// Bytes that guests have read from memory since the keeper started.
+        read_warm_bytes: u64,
+        /// Bytes that guests have read from the images since the keeper started.
+        read_image_bytes: u64,
+    },
     /// Nothing is left of the ember.
     EmberEmpty { pages_served: u64, pages_refused: u64 },
     /// The guest has finished its boot. The next boot is expected to read the same blocks.

@@ -1,6 +1,6 @@
 //! `hearth events`: what happened, from the keeper or, after its end, from the file it left.
 
-use hearth_api::EventRecord;
+use hearth_api::{EventKind, EventRecord};
 
 use super::{CliError, Context, Exit, describe};
 use crate::client::ClientError;
@@ -23,12 +23,16 @@ pub fn show(context: &mut Context<'_>, name: &str, since: u64, follow: bool) -> 
         write_all(context, &left_behind(context, name, since)?)?;
         return Err(context.not_running(name));
     }
-    let records = match context.client(name).events(since) {
-        Err(ClientError::NotRunning { .. }) => left_behind(context, name, since)?,
-        other => other.map_err(|error| context.explained(name, error))?,
-    };
-    write_all(context, &records)?;
+    write_all(context, &known(context, name, since)?)?;
     Ok(Exit::Done)
+}
+
+/// Events after `since`, from the keeper or, after its end, from the file it left.
+pub fn known(context: &Context<'_>, name: &str, since: u64) -> Result<Vec<EventRecord>, CliError> {
+    match context.client(name).events(since) {
+        Err(ClientError::NotRunning { .. }) => left_behind(context, name, since),
+        other => other.map_err(|error| context.explained(name, error)),
+    }
 }
 
 /// Events of a machine without a keeper. An unknown machine has none.
@@ -46,7 +50,11 @@ fn write_all(context: &mut Context<'_>, records: &[EventRecord]) -> Result<(), C
     records.iter().try_for_each(|record| write(context, record))
 }
 
+/// Memory samples appear only in JSON: in text there would be more of them than of other events.
 fn write(context: &mut Context<'_>, record: &EventRecord) -> Result<(), CliError> {
+    if !context.json && matches!(record.event, EventKind::MemoryHeld { .. }) {
+        return Ok(());
+    }
     if context.json { context.write_json(record) } else { context.write_line(&line(record)) }
 }
 

@@ -35,6 +35,8 @@ mod age;
 mod arriving;
 mod attach;
 mod backing;
+#[cfg(test)]
+mod browser;
 mod clone;
 mod complete;
 mod configuration;
@@ -62,6 +64,7 @@ mod parked;
 mod plan;
 mod rehearse;
 mod rejuvenation;
+mod report;
 mod rm;
 mod save;
 mod service;
@@ -438,6 +441,13 @@ enum Verb {
     },
     /// Show where the last recovery spent its time.
     Explain(NameArgument),
+    /// Write a machine's last recoveries to an HTML file.
+    ///
+    /// Shows for each recovery its phases, memory over time, reads from memory and from the disks, the crash message and the dump,
+    /// and compares its downtime with earlier ones. The file is self-contained. It can also be written after the machine has
+    /// stopped, while its events are there.
+    #[command(after_help = "Example: hearth report web -o /tmp/web.html")]
+    Report(report::ReportArguments),
     /// Tell the guest that a disk's image was resized.
     #[command(after_help = "Example: truncate -s 20G data.img && hearth resize web data")]
     Resize {
@@ -560,6 +570,8 @@ pub enum CliError {
     Hook(String),
     #[error("cannot predict: no machine in {root} has been rejuvenated yet; rejuvenate one first")]
     NoHistory { root: PathBuf },
+    #[error("{file} exists and is not a Hearth report; choose another file with -o")]
+    NoReport { file: PathBuf },
     #[error("{name}: {what}")]
     Machine { name: String, what: String },
     #[error("cannot use {path}")]
@@ -733,6 +745,7 @@ fn perform(verb: Verb, json: bool, root: Option<PathBuf>, out: &mut dyn Write) -
         Verb::RemountPlan { machine, list } => fast_remount::show(context, &machine.name, list),
         Verb::Events { machine, follow, since } => events::show(context, &machine.name, since, follow),
         Verb::Explain(NameArgument { name }) => explain::show(context, &name),
+        Verb::Report(arguments) => report::write(context, &arguments),
         Verb::Resize { machine, disk } => order::resize(context, &machine.name, &disk),
         Verb::Vmcore { verb: VmcoreVerb::Info(DumpArgument { file }) } => vmcore::info(context, &file),
         Verb::Vmcore { verb: VmcoreVerb::Dmesg(DumpArgument { file }) } => vmcore::dmesg(context, &file),

@@ -116,7 +116,7 @@ fn measured(points: &[(f64, f64)], n: usize) -> Option<f64> {
     median(points.iter().filter(|point| point.0 == n as f64).map(|point| point.1).collect())
 }
 
-pub fn median(mut values: Vec<f64>) -> Option<f64> {
+pub(super) fn median(mut values: Vec<f64>) -> Option<f64> {
     values.sort_by(f64::total_cmp);
     let middle = values.len() / 2;
     let upper = *values.get(middle)?;

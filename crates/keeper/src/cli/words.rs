@@ -182,6 +182,10 @@ pub fn describe(event: &EventKind) -> String {
         EventKind::EmberTrimmed { pages, bytes: trimmed } => {
             format!("ember trimmed by {}, {pages} pages", bytes(*trimmed))
         }
+        EventKind::MemoryHeld { living, resident_bytes, dead_bytes, limit_bytes, .. } => {
+            let (held, dead, limit) = (bytes(*resident_bytes), bytes(*dead_bytes), bytes(*limit_bytes));
+            format!("incarnation {living} holds {held}, dead ones {dead}; the limit is {limit}")
+        }
         EventKind::EmberEmpty { pages_served, pages_refused } => {
             format!("ember empty, {pages_served} pages served, {pages_refused} refused")
         }

@@ -16,6 +16,8 @@ pub enum MemoryMessage {
     Trimmed { bytes: u64 },
     /// The ember is used up.
     EmberEmpty,
+    /// A sample of the memory files; `living` is the number of the living incarnation.
+    Held { living: u32, resident_bytes: u64, dead_bytes: u64, limit_bytes: u64 },
     /// The memory files exceed the budget: the ember is gone, or could not be trimmed in time.
     OverBudget { used_bytes: u64, limit_bytes: u64 },
 }

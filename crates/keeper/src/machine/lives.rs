@@ -356,7 +356,7 @@ impl Machine {
         }
         self.disks.give_back_nvram(&self.context);
         self.warm_reboot.save_boot_set(&self.context, &self.disks, images);
-        self.warm_reboot.end_keeping_cache_map(&self.context, &mut self.recovery);
+        self.warm_reboot.end_keeping_cache_map(&self.context, &self.disks, &mut self.recovery);
         self.warm_reboot.discard_memory(&self.context);
         own_user::release(&self.context.folders.runtime);
         leftovers::remove(&self.context.folders.runtime, &Needed::default());

@@ -34,6 +34,10 @@ const LOOK_EVERY_IDLE: Duration = Duration::from_millis(200);
 const TRIMMED_EVERY: Duration = Duration::from_secs(1);
 /// Pages tested ahead of reads in one round: about 0.4 ms of work.
 const ASSAY_PAGES: u32 = 512;
+/// Time between two samples of a young guest's memory.
+const SAMPLE_EVERY: Duration = Duration::from_secs(1);
+/// Share of an incarnation's age between two samples of an older one: 50 samples in the first hour, 110 in the first month.
+const SAMPLE_AGE: u32 = 8;
 
 /// What else a machine keeps of dead guests, beside its ember.
 #[derive(Default)]
@@ -199,6 +203,7 @@ struct Round<'a> {
     trimmed_bytes: u64,
     trimmed_told: Instant,
     ember_told: bool,
+    samples: Samples,
     /// Whether to settle once the cache map is read.
     settles: bool,
     /// The reading of the cache map.
@@ -218,6 +223,7 @@ impl<'a> Round<'a> {
             trimmed_bytes: 0,
             trimmed_told: now,
             ember_told: true,
+            samples: Samples::default(),
             settles: false,
             reading: None,
         }
@@ -275,6 +281,11 @@ impl<'a> Round<'a> {
         }
         self.warn_if_over(usage);
         self.report_ember(usage.ember_bytes == 0);
+        if let Some(living) = living
+            && self.samples.is_due(living, looked)
+        {
+            self.tell_sample(living, usage);
+        }
         if let Some(settled) = settled {
             (self.tell)(settled);
         } else if usage.ember_bytes > 0 {
@@ -364,6 +375,15 @@ impl<'a> Round<'a> {
         self.ember_told = empty;
     }
 
+    fn tell_sample(&self, living: u32, usage: Usage) {
+        (self.tell)(MemoryMessage::Held {
+            living,
+            resident_bytes: usage.live_bytes,
+            dead_bytes: usage.ember_bytes + usage.buffer_bytes,
+            limit_bytes: self.shared.budget().limit_bytes(usage.is_held),
+        });
+    }
+
     fn warn_if_over(&mut self, usage: Usage) {
         // The look that finds that the dump has ended measures the memory before it trims it. So the headroom counts
         // once more.
@@ -375,6 +395,30 @@ impl<'a> Round<'a> {
         }
         self.warned = over;
         self.shared.is_over.store(over, Relaxed);
+    }
+}
+
+/// Says when to sample the memory for reports: often while an incarnation is young, then ever more rarely.
+#[derive(Default)]
+struct Samples {
+    /// The incarnation, when it was first measured, and when it was last sampled.
+    of: Option<(u32, Instant, Instant)>,
+}
+
+impl Samples {
+    /// Whether to take a sample now. If so, the next one is due later.
+    fn is_due(&mut self, living: u32, now: Instant) -> bool {
+        let began = match self.of {
+            Some((number, began, last)) if number == living => {
+                if now - last < SAMPLE_EVERY.max((now - began) / SAMPLE_AGE) {
+                    return false;
+                }
+                began
+            }
+            _ => now,
+        };
+        self.of = Some((living, began, now));
+        true
     }
 }
 
@@ -442,6 +486,21 @@ mod tests {
                 MemoryMessage::Settled { .. }
             ) {}
         }
+    }
+
+    #[test]
+    fn samples_become_rarer_and_start_anew_with_each_guest() {
+        let (mut samples, start) = (Samples::default(), Instant::now());
+        let mut told = |living, from_s: u64, to_s: u64| {
+            let second = |second| start + Duration::from_secs(second);
+            (from_s..to_s).filter(|&at| samples.is_due(living, second(at))).count()
+        };
+        assert_eq!(told(1, 0, 8), 8);
+        let hour = told(1, 8, 3600);
+        assert!((20..60).contains(&hour), "{hour}");
+        let month = told(1, 3600, 30 * 86_400);
+        assert!((20..70).contains(&month), "{month}");
+        assert_eq!(told(2, 30 * 86_400, 30 * 86_400 + 8), 8);
     }
 
     #[test]

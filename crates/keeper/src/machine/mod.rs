@@ -378,7 +378,7 @@ impl Machine {
             }
             Event::DiskEnded { disk, why } => return Err(MachineError::DiskEnded { disk, why }),
             Event::Dump { incarnation, message } => return self.handle_dump(incarnation, message),
-            Event::Memory(message) => self.warm_reboot.handle_memory(&self.context, &mut self.recovery, message),
+            Event::Memory(message) => self.warm_reboot.handle_memory(&self.context, &self.disks, &mut self.recovery, message),
             Event::Admission(message) => self.memory.handle_admission(&self.context, &self.disks, message),
             // Messages about a QEMU or guest that has ended.
             Event::Qmp { .. }

@@ -80,6 +80,12 @@ impl Disks {
             })
             .collect()
     }
+
+    /// Bytes that guests have read from memory and from the images, since this keeper serves the disks.
+    pub fn bytes_read(&self) -> (u64, u64) {
+        let counters = self.servers.iter().map(DiskServer::counters);
+        counters.fold((0, 0), |(warm, image), disk| (warm + disk.bytes_read_warm, image + disk.bytes_read_image))
+    }
 }
 
 impl WarmReboot {

@@ -63,7 +63,7 @@ impl WarmReboot {
         Ok(Self { tagger, ember, sources, budget, monitor, cache_map, keeping: None })
     }
 
-    pub fn handle_memory(&self, context: &Context, recovery: &mut LastRecovery, message: MemoryMessage) {
+    pub fn handle_memory(&self, context: &Context, disks: &Disks, recovery: &mut LastRecovery, message: MemoryMessage) {
         let counts = self.ember.counts();
         match message {
             MemoryMessage::Settled { released_bytes, began, took } => {
@@ -84,6 +84,17 @@ impl WarmReboot {
             MemoryMessage::EmberEmpty => {
                 let pages_refused = counts.tag_mismatch + counts.overwritten + counts.trimmed;
                 context.record(EventKind::EmberEmpty { pages_served: counts.served, pages_refused });
+            }
+            MemoryMessage::Held { living, resident_bytes, dead_bytes, limit_bytes } => {
+                let (read_warm_bytes, read_image_bytes) = disks.bytes_read();
+                context.record(EventKind::MemoryHeld {
+                    living,
+                    resident_bytes,
+                    dead_bytes,
+                    limit_bytes,
+                    read_warm_bytes,
+                    read_image_bytes,
+                });
             }
             MemoryMessage::OverBudget { used_bytes, limit_bytes } => {
                 context.record(EventKind::BudgetWarning { used_bytes, budget_bytes: limit_bytes });
@@ -126,10 +137,10 @@ impl WarmReboot {
     }
 
     /// Waits until that is done, but not for long.
-    pub fn end_keeping_cache_map(&mut self, context: &Context, recovery: &mut LastRecovery) {
+    pub fn end_keeping_cache_map(&mut self, context: &Context, disks: &Disks, recovery: &mut LastRecovery) {
         let ended = self.keeping.take().and_then(|reading| reading.end_within(KEEP_PATIENCE, "the machine stops"));
         if let Some(message) = ended {
-            self.handle_memory(context, recovery, message);
+            self.handle_memory(context, disks, recovery, message);
         }
     }
 

@@ -139,7 +139,7 @@ impl Attached {
         let rescued = self.rescue(&dead, original, began);
         let map = map.and_then(|map| map.end_within(MAP.saturating_sub(began.elapsed()), "the guest waits"));
         if let Some(message) = map {
-            self.warm_reboot.handle_memory(&self.context, &mut self.recovery, message);
+            self.warm_reboot.handle_memory(&self.context, &self.disks, &mut self.recovery, message);
         }
         if let Err(why) = rescued {
             tracing::warn!(why, "the reboot is cold");

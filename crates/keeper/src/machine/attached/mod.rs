@@ -259,7 +259,9 @@ impl Attached {
                     self.crash_recovery.start_next_dump(context);
                 }
             }
-            Event::Memory(message) => self.warm_reboot.handle_memory(&self.context, &mut self.recovery, message),
+            Event::Memory(message) => {
+                self.warm_reboot.handle_memory(&self.context, &self.disks, &mut self.recovery, message)
+            }
             // Of a QEMU that has ended, or from parts that a domain of libvirt does not have.
             _ => {}
         }

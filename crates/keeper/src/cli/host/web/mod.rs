@@ -24,8 +24,6 @@ use crate::metrics;
 use crate::runtime_root::RuntimeRoot;
 
 #[cfg(test)]
-mod browser;
-#[cfg(test)]
 mod tests;
 
 const CLIENT_PATIENCE: Duration = Duration::from_secs(10);

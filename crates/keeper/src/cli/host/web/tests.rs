@@ -4,8 +4,8 @@ use std::io::Read;
 
 use serde_json::json;
 
-use super::browser::Browser;
 use super::*;
+use crate::cli::browser::Browser;
 use crate::cli::survey::fake::Keepers;
 
 struct Fixture {

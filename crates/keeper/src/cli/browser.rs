@@ -1,4 +1,4 @@
-//! A headless Chromium, for tests of the page: commands of its DevTools protocol over a pair of pipes, as JSON with a zero after each.
+//! A headless Chromium, for tests of pages: commands of its DevTools protocol over a pair of pipes, as JSON with a zero after each.
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, Write};
