@@ -23,9 +23,11 @@ const KILLS: usize = 3;
 const MOMENTS_MS: usize = 2500;
 
 /// Appends numbered records for as long as the guest lives. Each comes after a file of its own, which is read back from the disk.
+/// What follows the last whole record was not flushed, and ext4 may have made it longer than what it wrote of it.
 const WRITER: &str = r#"
 mount -o noatime /dev/vda /mnt
-(i=$(cat /mnt/records 2>/dev/null | wc -l)
+(i=$(awk '$0 != sprintf("record %08d", NR) { exit } { n = NR } END { print n + 0 }' /mnt/records 2>/dev/null || echo 0)
+truncate -s $((i * 16)) /mnt/records && echo $i >/tmp/began
 while :; do
   i=$((i+1)); file=/mnt/w$((i % 4))
   probe fill $file 262144 $i && sync -f $file && echo 1 >/proc/sys/vm/drop_caches
@@ -150,6 +152,9 @@ impl Kills {
                 Ok(self.ready() > boots)
             })?;
             self.vm().sh(WRITER)?;
+            let began = self.vm().sh("while [ ! -s /tmp/began ]; do sleep 0.1; done; cat /tmp/began")?;
+            let began: u32 = began.trim().parse().expect("the writer writes numbers");
+            assert!(began >= flushed, "of {flushed} flushed records {began} are whole: {:?}", self.log);
         }
         self.check(flushed)
     }
