@@ -1,7 +1,8 @@
 //! The QEMU program: found, and asked for its version.
 
 use std::fmt;
-use std::io;
+use std::fs::File;
+use std::io::{self, Read};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -123,6 +124,13 @@ impl Binary {
     /// Whether QEMU was built with seccomp.
     pub(crate) fn has_sandbox(&self) -> bool {
         self.has_sandbox
+    }
+
+    /// Whether there is a script now, which starts a QEMU.
+    pub(crate) fn is_script(&self) -> bool {
+        let mut start = [0; 2];
+        let read = File::open(&self.path).and_then(|mut file| file.read_exact(&mut start));
+        read.is_ok_and(|()| &start == b"#!")
     }
 }
 

@@ -79,6 +79,8 @@ pub struct Launch {
     pub incoming: bool,
     /// Turns QEMU's seccomp sandbox on, if it has one.
     pub sandbox: bool,
+    /// Lets QEMU open only the files of this launch (see `confinement`). `extra_args` may name no others then.
+    pub confined: bool,
     /// User that QEMU changes to after its start.
     pub run_as: Option<String>,
     /// Reaction to an expired watchdog. None: no watchdog device.
@@ -435,13 +437,13 @@ impl Arguments {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use super::*;
     use crate::VERSION_MIN;
 
     const SOCKETS: SocketNumbers = SocketNumbers { qmp: 7, serial: 8, transcript: 10, agent: None };
 
-    fn launch() -> Launch {
+    pub(crate) fn launch() -> Launch {
         Launch {
             name: "web".into(),
             ram_file: "/ram/web,1/ram-1".into(),
@@ -461,6 +463,7 @@ mod tests {
             preload: None,
             incoming: false,
             sandbox: true,
+            confined: false,
             run_as: None,
             watchdog: None,
             vmgenid: None,

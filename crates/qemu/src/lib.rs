@@ -8,6 +8,7 @@ pub mod accelerator;
 pub mod agent;
 mod binary;
 pub mod bounded;
+mod confinement;
 mod endpoint;
 pub mod environment;
 mod footprint;
@@ -26,6 +27,7 @@ mod transcript;
 
 pub use accelerator::{Accelerator, AcceleratorChoice, Wanted};
 pub use binary::{Binary, BinaryError, VERSION_MIN, Version};
+pub use confinement::kernel_has_landlock;
 pub use endpoint::Endpoint;
 pub use footprint::Footprint;
 pub use launch::Launch;

@@ -24,7 +24,7 @@ use rustix::process::{
 use crate::launch::ram_file_option;
 use crate::log::Log;
 use crate::sockets::Sockets;
-use crate::{Binary, Launch, Transcript, environment};
+use crate::{Binary, Launch, Transcript, confinement, environment};
 
 /// Number of lines of QEMU's log in an error message.
 const LAST_WORDS_LINES: usize = 5;
@@ -95,6 +95,9 @@ impl Process {
         }
         sockets.hand_to(&mut command);
         let spawn_failed = |source| ProcessError::Spawn { path: binary.path().to_owned(), source };
+        if launch.confined {
+            confinement::confine(&mut command, binary, launch).map_err(spawn_failed)?;
+        }
         let mut child = command.spawn().map_err(spawn_failed)?;
         // The child is not reaped yet, so its pid is still valid.
         match identify(child.id()) {

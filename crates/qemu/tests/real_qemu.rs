@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use common::{LONG, RAM_BYTES, Rig, alone, binaries, connect, end_of};
 use hearth_qemu::launch::DiskDevice;
-use hearth_qemu::{Process, ProcessError, ProcessId, Qmp, QmpError, QmpEvent};
+use hearth_qemu::{Process, ProcessError, ProcessId, Qmp, QmpError, QmpEvent, kernel_has_landlock};
 
 #[test]
 fn qemu_answers_and_keeps_its_sockets_private() {
@@ -40,6 +40,33 @@ fn sandbox_is_on() {
         let status = format!("/proc/{}/status", living.process.0.id().pid);
         let status = std::fs::read_to_string(status).unwrap();
         assert!(status.lines().any(|line| line == "Seccomp:\t2"), "QEMU {}: {status}", binary.version());
+    }
+}
+
+/// A guest that has taken over its QEMU could make these calls itself; here QMP makes QEMU do so.
+#[test]
+fn confined_qemu_opens_only_its_own_files() {
+    if !kernel_has_landlock() {
+        return eprintln!("skipped: this kernel has no Landlock");
+    }
+    let _alone = alone();
+    for binary in binaries() {
+        for confined in [true, false] {
+            let mut rig = Rig::new();
+            rig.launch.confined = confined;
+            std::fs::write(rig.path("tag.key"), [1; 512]).unwrap();
+            let living = rig.start(&binary);
+            let monitor = |line: String| {
+                let command = qapi_qmp::human_monitor_command { command_line: line, cpu_index: None };
+                living.qmp.execute(command).unwrap()
+            };
+            let (key, new) = (rig.path("tag.key"), rig.path("new"));
+            let read = monitor(format!("drive_add 0 if=none,id=x,readonly=on,format=raw,file={}", key.display()));
+            let write = monitor(format!("pmemsave 0 16 \"{}\"", new.display()));
+            let refused = [read, write].map(|said| said.contains("Permission denied"));
+            assert_eq!(refused, [confined; 2], "QEMU {}", binary.version());
+            assert_eq!(new.exists(), !confined, "QEMU {}", binary.version());
+        }
     }
 }
 

@@ -31,6 +31,11 @@ pub struct Bed {
 
 impl Bed {
     pub fn make() -> Self {
+        Self::make_with("")
+    }
+
+    /// As `make`, of machines with these settings.
+    pub fn make_with(settings: &str) -> Self {
         let make = |parent: &Path| {
             tempfile::Builder::new().prefix("hearth-pairs-").tempdir_in(parent).expect("a folder of its own")
         };
@@ -44,7 +49,7 @@ impl Bed {
         let kernel = bed.folder.path().join("kernel");
         fs::write(&kernel, [&[0; 0x202], &b"HdrS"[..], &[0; 64]].concat()).expect("a new file");
         let text = format!(
-            "name = \"{}\"\nmemory = \"32MiB\"\nmemory_folder = {:?}\nqemu = {:?}\naccelerator = \"tcg\"\n\
+            "name = \"{}\"\nmemory = \"32MiB\"\nmemory_folder = {:?}\nqemu = {:?}\naccelerator = \"tcg\"\n{settings}\n\
              [boot]\nkernel = {kernel:?}\n[[disks]]\nname = \"root\"\npath = {image:?}\n[crash]\nloop_count = 1000\ndump_folder = {:?}\nmin_free = \"1MiB\"\n",
             NAMES[0],
             bed.memory.path().join(NAMES[0]),

@@ -1,4 +1,4 @@
-//! Checks the length of socket paths and the user that QEMU runs as.
+//! Checks the length of socket paths, the user that QEMU runs as, and whether the kernel can confine it.
 
 use crate::config::{AUTO_USER, Config, DevicesConfig, NetBackend};
 use crate::folders::own_user;
@@ -12,6 +12,7 @@ const GENERATION_DIGITS: &str = "9999";
 pub fn check(config: &Config, root: &RuntimeRoot, problems: &mut Vec<Problem>) {
     check_paths(config, root, problems);
     problems.extend(user(config, rustix::process::geteuid().is_root()));
+    problems.extend(confinement(config, hearth_qemu::kernel_has_landlock()));
 }
 
 pub fn check_paths(config: &Config, root: &RuntimeRoot, problems: &mut Vec<Problem>) {
@@ -78,6 +79,16 @@ fn user(config: &Config, is_root: bool) -> Option<Problem> {
     }
 }
 
+fn confinement(config: &Config, has_landlock: bool) -> Option<Problem> {
+    (config.qemu.sandbox && !has_landlock).then(|| {
+        Problem::warning(
+            "sandbox",
+            "this kernel has no Landlock, or it is turned off: QEMU may open every file that its user may",
+            "start the kernel with landlock in its list of security modules (lsm=)",
+        )
+    })
+}
+
 /// Only local users, so that QEMU does not depend on a directory service that needs the network.
 fn is_known(user: &str) -> bool {
     let passwd = std::fs::read_to_string("/etc/passwd").unwrap_or_default();
@@ -94,6 +105,14 @@ mod tests {
     fn config(more: &str) -> Config {
         let text = format!("name = \"web\"\nmemory = \"64MiB\"\n{more}\n[boot]\nkernel = \"k\"\n");
         Config::parse(&text, Path::new("/machines/web.toml"), &RuntimeRoot::new("/run/hearth")).unwrap()
+    }
+
+    #[test]
+    fn kernel_without_landlock_is_reported() {
+        assert_eq!(confinement(&config(""), true), None);
+        assert_eq!(confinement(&config("sandbox = false"), false), None);
+        let problem = confinement(&config(""), false).unwrap().to_string();
+        assert!(problem.starts_with("warning: sandbox: this kernel has no Landlock"), "{problem}");
     }
 
     #[test]

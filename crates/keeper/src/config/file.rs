@@ -99,7 +99,8 @@ fields! {
              the budget. `dump`: while a dump holds dead memory. `always`: also while there is only an ember. Without \
              `always`, a guest that grows faster than the ember is trimmed may exceed the budget, which is reported.";
         sandbox: bool = HostUnless(is_true), WithNextGuest, Boolean, "`true`", "true",
-            "Whether to run QEMU in its seccomp sandbox, if the binary has one.";
+            "Whether to run QEMU in its seccomp sandbox, if the binary has one, and to let it open only its machine's \
+             files (Landlock), if the kernel can. Not the latter with `extra_qemu_args` or a script as `qemu`.";
         guest_agent: bool = Guest, WithNextGuest, Boolean, "`false`", "true",
             "Adds a channel to qemu-guest-agent, which must run in the guest. `hearth save --freeze` (see \
              lazy-restore.md) and `remount.ready.unit` need it. It is an extra device.";

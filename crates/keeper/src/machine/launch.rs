@@ -86,6 +86,7 @@ pub fn launch(
         hold_still: false,
         incoming: successor,
         sandbox: config.qemu.sandbox,
+        confined: is_confined(config),
         run_as: None,
         watchdog: config.guest.watchdog.map(watchdog_action),
         vmgenid: None,
@@ -98,6 +99,11 @@ pub fn launch(
 /// Machine type. It was set when the keeper started, unless an earlier keeper left the guest.
 pub fn machine_type(guest: &GuestConfig) -> &str {
     guest.machine_type.as_deref().unwrap_or(EARLIER_MACHINE_TYPE)
+}
+
+/// Files that `extra_qemu_args` name are unknown.
+fn is_confined(config: &Config) -> bool {
+    config.qemu.sandbox && config.qemu.extra_args.is_empty()
 }
 
 /// Limit of the files that QEMU writes: memory, or the firmware's variables. Files that `extra_qemu_args` name may be
@@ -276,6 +282,18 @@ mod tests {
         let disks: Vec<_> = disks.collect();
         let (identities, hardware) = (disk_identities(&config.devices), hardware(config, Accelerator::Tcg));
         format!("{launch:?} {disks:?} {identities:?} {hardware:?}")
+    }
+
+    #[test]
+    fn qemu_is_confined_unless_it_may_need_more() {
+        let confined = |more: &str| {
+            let text = format!("name = \"web\"\nmemory = \"64MiB\"\n{more}\n[boot]\nkernel = \"k\"\n");
+            let root = crate::runtime_root::RuntimeRoot::new("/run/hearth");
+            is_confined(&Config::parse(&text, Path::new("/machines/web.toml"), &root).unwrap())
+        };
+        assert!(confined(""));
+        assert!(!confined("sandbox = false"));
+        assert!(!confined(r#"extra_qemu_args = ["-device", "usb-tablet"]"#));
     }
 
     /// Keys that a keeper takes from the file under a living guest.

@@ -63,6 +63,7 @@ impl Rig {
             hold_still: false,
             incoming: false,
             sandbox: true,
+            confined: true,
             run_as: None,
             watchdog: None,
             vmgenid: None,
