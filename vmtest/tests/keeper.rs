@@ -23,6 +23,8 @@ mod edited;
 mod folders;
 #[path = "keeper/full_folders.rs"]
 mod full_folders;
+#[path = "keeper/sandbox.rs"]
+mod sandbox;
 #[path = "keeper/starts.rs"]
 mod starts;
 #[path = "keeper/stuck.rs"]

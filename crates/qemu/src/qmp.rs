@@ -142,6 +142,7 @@ impl Qmp {
         std::thread::Builder::new()
             .name(format!("qmp-{}", process.id().pid))
             .spawn(move || {
+                thread_filter::deny_unneeded();
                 let hears = |said: TimedEvent| {
                     let told = |listener: &mut Listener| listener(said.clone());
                     heard.lock().expect("listeners do not panic").retain_mut(told);

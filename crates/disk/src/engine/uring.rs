@@ -7,6 +7,9 @@
 //! (DEFER_TASKRUN) instead of interrupting it. That mode binds the ring to the first thread that submits; the ring is
 //! therefore made disabled and enabled by that thread, so that an engine may be built elsewhere.
 //!
+//! A ring that is made disabled also takes nothing but the six operations below, on the image. System calls can be filtered
+//! (`thread-filter`), and a ring's operations are none.
+//!
 //! A flush is a data sync of the file: it covers what completed before it was pushed. Operations in flight may
 //! overtake it; virtio asks for no more.
 
@@ -15,6 +18,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use io_uring::register::Restriction;
 use io_uring::types::{Fixed, FsyncFlags, SubmitArgs, Timespec};
 use io_uring::{IoUring, cqueue, opcode, squeue};
 
@@ -28,6 +32,17 @@ use crate::buffer::BufferPool;
 /// The image is file 0 of the ring, the pool buffer 0.
 const IMAGE: Fixed = Fixed(0);
 const POOL: u16 = 0;
+/// All that `entry` makes.
+const OPERATIONS: [u8; 6] = [
+    opcode::Read::CODE,
+    opcode::ReadFixed::CODE,
+    opcode::Write::CODE,
+    opcode::WriteFixed::CODE,
+    opcode::Fallocate::CODE,
+    opcode::Fsync::CODE,
+];
+/// IORING_REGISTER_BUFFERS: the pool is registered once the ring is enabled.
+const REGISTER_BUFFERS: u8 = 0;
 
 pub struct UringEngine {
     ring: IoUring,
@@ -57,6 +72,9 @@ impl UringEngine {
         let doorbell = Doorbell::new()?;
         ring.submitter().register_files(&[target.fd()])?;
         ring.submitter().register_eventfd(doorbell.as_fd().as_raw_fd())?;
+        if mode == Mode::Deferred {
+            restrict(&ring)?;
+        }
         let depth = depth as usize;
         Ok(Self {
             ring,
@@ -282,6 +300,14 @@ impl Drop for UringEngine {
     }
 }
 
+/// Forbids a disabled ring all operations but those that the engine uses, and all files but the registered one.
+fn restrict(ring: &IoUring) -> io::Result<()> {
+    let mut allowed: Vec<_> = OPERATIONS.map(Restriction::sqe_op).into();
+    allowed.push(Restriction::sqe_flags_required(squeue::Flags::FIXED_FILE.bits()));
+    allowed.push(Restriction::register_op(REGISTER_BUFFERS));
+    ring.submitter().register_restrictions(&mut allowed)
+}
+
 /// Checks whether this process can use io_uring. Containers often forbid it.
 pub fn check_available() -> io::Result<()> {
     new_ring(1).map(drop)
@@ -344,5 +370,46 @@ impl UringEngine {
             engine.pool_is_registered = Some(false);
         }
         Ok(engine)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What a ring of this mode answers to an operation: 0, or an error number.
+    fn answer(mode: Mode, entry: &squeue::Entry) -> i32 {
+        let mut ring = mode.ring(1).unwrap();
+        if mode == Mode::Deferred {
+            ring.submitter().register_files(&[tempfile::tempfile().unwrap().as_raw_fd()]).unwrap();
+            restrict(&ring).unwrap();
+            ring.submitter().register_enable_rings().unwrap();
+        }
+        // SAFETY: the operations of this test name memory that is constant, or none.
+        unsafe { ring.submission().push(entry) }.unwrap();
+        ring.submit_and_wait(1).unwrap();
+        -ring.completion().next().unwrap().result().min(0)
+    }
+
+    #[test]
+    fn ring_takes_only_operations_on_its_image() {
+        if Mode::Deferred.ring(1).is_err() {
+            return eprintln!("skipped: this kernel has no rings of that mode");
+        }
+        let null = io_uring::types::Fd(libc::AT_FDCWD);
+        let path = c"/dev/null".as_ptr();
+        let flush = opcode::Fsync::new(IMAGE).build();
+        let by_number = opcode::Fsync::new(io_uring::types::Fd(0)).build();
+        let foreign = [
+            opcode::OpenAt::new(null, path).flags(libc::O_RDONLY).build(),
+            opcode::Socket::new(libc::AF_UNIX, libc::SOCK_STREAM, 0).build(),
+            opcode::Nop::new().build(),
+        ];
+        assert_eq!(answer(Mode::Deferred, &flush), 0);
+        assert_eq!(answer(Mode::Deferred, &by_number), libc::EACCES, "a file that is not the image");
+        for entry in foreign {
+            assert_eq!(answer(Mode::Deferred, &entry), libc::EACCES, "{entry:?}");
+            assert_eq!(answer(Mode::Plain, &entry), 0, "{entry:?} works in a ring without restrictions");
+        }
     }
 }

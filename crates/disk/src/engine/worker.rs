@@ -120,6 +120,7 @@ impl WorkerEngine {
 }
 
 fn work<P: Perform>(worker: P, shared: &Shared) {
+    thread_filter::deny_unneeded();
     let mut worker = Some(worker);
     let mut batch = Vec::with_capacity(P::SETTLED_TOGETHER);
     let mut ended = Vec::with_capacity(P::SETTLED_TOGETHER);

@@ -441,6 +441,7 @@ impl DiskServer {
         let serve = move || match Worker::open(options, backing, tracking, Clock::default()) {
             Ok((worker, handle)) => {
                 let _ = started.send(Ok(handle));
+                thread_filter::deny_unneeded();
                 thread_death.of(|| worker.run());
             }
             Err(error) => drop(started.send(Err(error))),

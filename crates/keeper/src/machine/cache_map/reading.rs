@@ -80,6 +80,7 @@ impl Reading {
     ) -> Option<Self> {
         let began = Instant::now();
         let timed = move || {
+            thread_filter::deny_unneeded();
             let size =
                 |map: CacheMap| CacheMapSize { pages: map.pages(), files: map.files(), bytes: map.text().len() as u64 };
             MemoryMessage::CacheMap { read: read().map(size), took: began.elapsed() }

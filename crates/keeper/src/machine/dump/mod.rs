@@ -129,6 +129,7 @@ impl Job {
         // afterwards.
         let (give, take) = channel();
         let thread = builder.name(format!("dump-{}", task.machine)).spawn(move || {
+            thread_filter::deny_unneeded();
             if let Ok(task) = take.recv() {
                 Work { task, progress: &seen, tell: &tell }.run();
             }
