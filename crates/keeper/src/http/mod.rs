@@ -19,6 +19,7 @@ use crate::event_log::EventLog;
 use crate::unix_socket::{ListenError, listen};
 
 mod answer;
+mod peer;
 mod request;
 mod slots;
 mod stream;
@@ -114,6 +115,7 @@ impl Drop for Server {
 fn accept_all(shared: &Arc<Shared>, listener: &UnixListener) {
     loop {
         match listener.accept() {
+            Ok((stream, _)) if peer::is_qemu(&stream) => tracing::warn!("a QEMU connected to the API and was refused"),
             Ok((stream, _)) => serve(shared, stream),
             Err(error) if is_final(&error) => return,
             Err(error) => {
