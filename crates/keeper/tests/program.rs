@@ -83,6 +83,24 @@ fn host_serves_page_and_metrics_without_libvirt() {
 }
 
 #[test]
+fn host_waits_for_its_address_beside_its_other_work() {
+    let root = tempfile::tempdir().unwrap();
+    let other = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = other.local_addr().unwrap().to_string();
+    let mut command = Command::new(env!("CARGO_BIN_EXE_hearth"));
+    command.args(["host", "--web", &address]).env("HEARTH_RUNTIME_ROOT", root.path()).env("PATH", "/nowhere");
+    let mut child = command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().expect("cargo has built the program");
+    let mut said = BufReader::new(child.stderr.take().unwrap()).lines().map(Result::unwrap);
+    assert!(said.any(|line| line.contains("no page yet; trying again")));
+    assert!(said.any(|line| line.contains("domains are not looked after")), "it goes on");
+    drop(other);
+    assert!(said.any(|line| line.contains("the page is served")));
+    TcpStream::connect(&address).unwrap();
+    child.kill().unwrap();
+    child.wait().unwrap();
+}
+
+#[test]
 fn wrong_configuration_lists_all_errors_with_code_2() {
     let root = tempfile::tempdir().unwrap();
     let file = root.path().join("web.toml");

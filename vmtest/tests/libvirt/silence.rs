@@ -47,3 +47,21 @@ fn qemu_that_cannot_use_its_disk_again_is_replaced() -> Result<()> {
     vm.wait_next_boot()?;
     files.assert_warm()
 }
+
+/// `hearth host` was killed between suspending and resuming it.
+#[test]
+fn domain_that_was_left_suspended_is_resumed() -> Result<()> {
+    let Some(files) = Files::running("suspended")? else { return Ok(()) };
+    let vm = &files.vm;
+    vm.must(&["touch", "/run/hearth/suspended/resume"], "")?;
+    vm.virsh("suspend", &[])?;
+    vm.start_host()?;
+    vm.wait_state("running")?;
+    files.verify()?;
+    // Whoever suspends it otherwise means it.
+    vm.virsh("suspend", &[])?;
+    vm.must(&["pkill", "-f", "hearth host"], "")?;
+    vm.start_host()?;
+    std::thread::sleep(std::time::Duration::from_secs(3));
+    vm.wait_state("paused")
+}

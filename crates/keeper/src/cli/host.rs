@@ -15,7 +15,7 @@ pub mod textfile;
 pub mod web;
 
 use std::collections::HashMap;
-use std::net::SocketAddr;
+use std::net::{SocketAddr, TcpListener};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
 use std::sync::mpsc::{self, Receiver};
@@ -38,6 +38,8 @@ use silence::Silences;
 const PAUSE: Duration = Duration::from_secs(1);
 /// Time between two looks at all domains.
 const LOOK_EVERY: Duration = Duration::from_secs(30);
+/// Pause before an address that could not be had is tried again.
+const LISTEN_AGAIN: Duration = Duration::from_secs(5);
 
 /// What the daemon's threads share.
 struct Host {
@@ -72,11 +74,24 @@ pub fn run(context: &mut Context<'_>, arguments: &HostArguments) -> Result<Exit,
         textfile::start(path, &collector)?;
     }
     if let Some(address) = arguments.web {
-        let listener = web::listen(address, arguments.allow_remote)?;
-        let address = listener.local_addr().map_err(|source| web::WebError::Listen { address, source })?;
-        context.write_line(&format!("http://{address}/"))?;
         let web = web::Web::new(collector, root.clone());
-        thread::Builder::new().name("web".to_owned()).spawn(move || web.serve(&listener))?;
+        let listener = match web::listen(address, arguments.allow_remote) {
+            Ok(listener) => {
+                let address = listener.local_addr().map_err(|source| web::WebError::Listen { address, source })?;
+                context.write_line(&format!("http://{address}/"))?;
+                Some(listener)
+            }
+            // Domains must not wait for that.
+            Err(error @ web::WebError::Listen { .. }) => {
+                tracing::warn!(error = crate::chain(&error), "no page yet; trying again");
+                None
+            }
+            Err(error) => return Err(error.into()),
+        };
+        let allow_remote = arguments.allow_remote;
+        thread::Builder::new().name("web".to_owned()).spawn(move || {
+            web.serve(&listener.unwrap_or_else(|| listen_until_it_works(address, allow_remote)));
+        })?;
     }
     let missing = follow(&root);
     if arguments.web.is_none() && arguments.textfile.is_none() {
@@ -85,6 +100,17 @@ pub fn run(context: &mut Context<'_>, arguments: &HostArguments) -> Result<Exit,
     tracing::info!("there is no virsh: libvirt's domains are not looked after");
     loop {
         thread::park();
+    }
+}
+
+/// Somebody else may have the address for a while.
+fn listen_until_it_works(address: SocketAddr, allow_remote: bool) -> TcpListener {
+    loop {
+        thread::sleep(LISTEN_AGAIN);
+        if let Ok(listener) = web::listen(address, allow_remote) {
+            tracing::info!(%address, "the page is served");
+            return listener;
+        }
     }
 }
 

@@ -29,6 +29,8 @@ use crate::runtime_root::RuntimeRoot;
 const LOOK_EVERY: Duration = Duration::from_millis(50);
 /// The same, while it waits.
 const LOOK_EVERY_IDLE: Duration = Duration::from_secs(1);
+/// How long a keeper may take to say whether its domain needs something.
+const LOOK_PATIENCE: Duration = Duration::from_secs(2);
 /// Pause before a start that has failed is tried again.
 const START_AGAIN: Duration = Duration::from_secs(5);
 
@@ -62,7 +64,8 @@ impl Recovery {
 
     /// Whether the domain waits for its way back, or its QEMU may not use its disks, as far as its keeper knows.
     pub fn may_be_needed(&self) -> bool {
-        match self.client.status() {
+        // A keeper that hangs must not keep other domains waiting.
+        match self.client.clone().with_patience(LOOK_PATIENCE).status() {
             Ok(status) => matches!(status.state, MachineState::Paused | MachineState::Recovering) || is_silent(&status),
             Err(ClientError::NotRunning { .. }) => self.is_start_noted(),
             Err(_) => false,
@@ -157,6 +160,8 @@ impl Recovery {
                 Ok(MachineStatus { state: MachineState::Stopping | MachineState::Stopped, .. }) if self.is_detached => {
                     thread::sleep(LOOK_EVERY_IDLE);
                 }
+                // It is on: the rest is `silence`'s.
+                Ok(status) if is_silent(&status) => return Ok(()),
                 // Told to stop, or ended by somebody else.
                 Ok(MachineStatus { state: MachineState::Stopping | MachineState::Stopped, .. }) => return Ok(()),
                 // Somebody goes on with it.
@@ -168,7 +173,9 @@ impl Recovery {
                         self.try_start();
                     }
                 }
-                // The crashed guest's memory is not ready, or QEMU does not use its disks yet.
+                // QEMU does not use its disks yet.
+                Ok(MachineStatus { state: MachineState::Starting, .. }) => thread::sleep(LOOK_EVERY_IDLE),
+                // The crashed guest's memory is not ready.
                 Ok(_) => thread::sleep(LOOK_EVERY),
                 Err(ClientError::NotRunning { .. }) if self.is_detached => {
                     return Ok(self.virsh.start(&self.domain)?);

@@ -7,6 +7,8 @@
 //! start its disks by resuming it.
 
 use std::collections::HashMap;
+use std::fs;
+use std::path::Path;
 use std::sync::{Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -24,6 +26,9 @@ const PATIENCE: Duration = Duration::from_secs(5);
 const OUTCOME_PATIENCE: Duration = Duration::from_secs(10);
 const LOOK_EVERY: Duration = Duration::from_millis(200);
 const RUNNING: &str = "running";
+const PAUSED: &str = "paused";
+/// Name of the file in the machine's runtime folder that says that the domain is to be resumed.
+const NOTE: &str = "resume";
 
 /// Whether QEMU does not use a disk that it is connected to, as far as its keeper knows.
 pub fn is_silent(status: &MachineStatus) -> bool {
@@ -39,15 +44,27 @@ impl Silences {
     pub fn end(&self, root: &RuntimeRoot, domain: &str) -> Result<(), RecoveryError> {
         let (virsh, client) = (Virsh::system(), Client::new(root.api_socket(domain)));
         let silent_under = || client.status().ok().filter(is_silent).map(|status| status.keeper.pid);
+        let note = root.machine(domain).join(NOTE);
+        if note.exists() {
+            resume_left(&virsh, domain, &note)?;
+        }
         let Some(keeper) = silent_under().filter(|keeper| !self.is_known(domain, *keeper)) else { return Ok(()) };
         thread::sleep(PATIENCE);
         if silent_under() != Some(keeper) || virsh.state(domain)? != RUNNING {
             return Ok(());
         }
-        self.note(domain, keeper);
         tracing::warn!(domain, "QEMU does not use its disks: suspending and resuming the domain");
-        virsh.suspend(domain)?;
-        let resumed = virsh.resume(domain);
+        if let Err(error) = fs::write(&note, "") {
+            tracing::warn!(domain, %error, "whoever follows would not resume the domain; it is left as it is");
+            return Ok(());
+        }
+        let suspended = virsh.suspend(domain);
+        let resumed = if suspended.is_ok() { virsh.resume(domain) } else { Ok(()) };
+        if resumed.is_ok() {
+            remove(&note);
+        }
+        suspended?;
+        self.note(domain, keeper);
         let deadline = Instant::now() + OUTCOME_PATIENCE;
         while Instant::now() < deadline {
             if virsh.has_died(domain)? {
@@ -68,5 +85,21 @@ impl Silences {
 
     fn note(&self, domain: &str, keeper: u32) {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).insert(domain.to_owned(), keeper);
+    }
+}
+
+/// Resumes a domain whose suspender was killed, or could not resume it.
+fn resume_left(virsh: &Virsh, domain: &str, note: &Path) -> Result<(), RecoveryError> {
+    if virsh.state(domain)? == PAUSED {
+        tracing::warn!(domain, "resuming the domain, which was suspended for a moment only");
+        virsh.resume(domain)?;
+    }
+    remove(note);
+    Ok(())
+}
+
+fn remove(note: &Path) {
+    if let Err(error) = fs::remove_file(note) {
+        tracing::warn!(path = %note.display(), %error, "cannot remove");
     }
 }
