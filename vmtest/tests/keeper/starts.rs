@@ -29,6 +29,18 @@ fn failed_start_leaves_no_qemu_behind() -> Result<()> {
     vm.wait_boots(1).map(drop)
 }
 
+/// Firmware and a kernel in its first seconds ignore the power button.
+#[test]
+fn guest_in_its_boot_is_asked_again_to_shut_down() -> Result<()> {
+    let vm = TestVm::busybox("early-stop").start()?;
+    vm.wait_event("the guest", event!(IncarnationStarted { .. }))?;
+    vm.cli(&["stop", vm.name()])?;
+    assert_eq!(vm.wait_keeper_end()?.code(), Some(0), "{}", vm.keeper_log());
+    let events = vm.events();
+    assert!(events.iter().all(|record| event!(PowerCut { why } => why)(record).is_none()), "{events:?}");
+    Ok(())
+}
+
 /// A QEMU that refuses at the first start ends the keeper. After that it counts as a crash, and costs neither keeper nor memory.
 #[test]
 fn refused_start_is_retried_after_a_first_guest() -> Result<()> {

@@ -153,6 +153,8 @@ use warm_reboot::WarmReboot;
 
 /// How long a guest may take to shut down on request, before its QEMU is killed.
 const SHUTDOWN_PATIENCE: Duration = Duration::from_secs(60);
+/// How often it is asked meanwhile.
+const ASK_AGAIN: Duration = Duration::from_secs(10);
 /// How long disk I/O in flight may take after QEMU's end. Storage that hangs longer needs the operator.
 const DRAIN_PATIENCE: Duration = Duration::from_secs(60);
 

@@ -91,6 +91,8 @@ pub enum PauseReason {
 pub struct Order {
     pub note: OrderNote,
     pub power_off_at: Instant,
+    /// A guest that has not booted yet ignores the power button.
+    pub ask_again_at: Instant,
     /// The guest was asked to shut down; its power is cut if it does not.
     pub asked: bool,
 }
@@ -321,7 +323,7 @@ impl<G, L> State<G, L> {
     /// When `TimeUp` is due.
     pub fn deadline(&self) -> Option<Instant> {
         match self {
-            Self::Running(running) => running.order.map(|order| order.power_off_at),
+            Self::Running(running) => running.order.map(|order| order.power_off_at.min(order.ask_again_at)),
             Self::Recovering(recovering) => recovering.back_off.as_ref().map(|back_off| back_off.until),
             _ => None,
         }

@@ -5,7 +5,7 @@ use std::time::Instant;
 use hearth_api::{EndCause, MachineState};
 use hearth_recovery::journal::OrderNote;
 
-use super::super::{DRAIN_PATIENCE, SHUTDOWN_PATIENCE};
+use super::super::{ASK_AGAIN, DRAIN_PATIENCE, SHUTDOWN_PATIENCE};
 use super::{Action, BackOff, Input, Launching, Order, PauseReason, Recovering, Running, Starting, State, StopOrder};
 use crate::config::OnPanic;
 
@@ -105,7 +105,7 @@ impl<G> Running<G> {
             Input::WatchdogResets => self.cause = Some(EndCause::Watchdog),
             Input::Misbehaves => actions.push(self.kill(EndCause::QemuDied)),
             Input::Ended { how, rehearses } => return self.end(how, rehearses),
-            Input::TimeUp { now } => actions = self.cut_power(now),
+            Input::TimeUp { now } => actions = self.time_up(now),
             Input::Parked { event } => {
                 return (State::Stopped, vec![Action::LeaveParked { guest: self.guest, event }]);
             }
@@ -126,7 +126,8 @@ impl<G> Running<G> {
 
     fn set_order(&mut self, note: OrderNote, power_off_at: Instant, asks: bool) {
         let asked = asks || self.order.is_some_and(|order| order.asked);
-        self.order = Some(Order { note, power_off_at, asked });
+        let ask_again_at = if asks { power_off_at - SHUTDOWN_PATIENCE + ASK_AGAIN } else { power_off_at };
+        self.order = Some(Order { note, power_off_at, ask_again_at, asked });
         if note == OrderNote::Stop {
             self.pause = None;
         }
@@ -158,12 +159,20 @@ impl<G> Running<G> {
         actions
     }
 
-    /// The guest did not go by itself, or need not be asked.
-    fn cut_power<L>(&mut self, now: Instant) -> Vec<Action<G, L>> {
-        let Some(order) = self.order.as_mut().filter(|order| order.power_off_at <= now) else { return vec![] };
+    /// The guest did not go by itself yet, or need not be asked.
+    fn time_up<L>(&mut self, now: Instant) -> Vec<Action<G, L>> {
+        let Some(order) = self.order.as_mut() else { return vec![] };
+        if order.power_off_at > now {
+            let is_due = order.ask_again_at <= now;
+            if is_due {
+                order.ask_again_at = now + ASK_AGAIN;
+            }
+            return if is_due { vec![Action::PressPowerButton] } else { vec![] };
+        }
         let (cause, asked) = (order.cause(), std::mem::take(&mut order.asked));
         // The process takes a moment to end: check again later.
         order.power_off_at = now + DRAIN_PATIENCE;
+        order.ask_again_at = order.power_off_at;
         let kill = self.kill(cause);
         if asked { vec![Action::TellPowerCut, kill] } else { vec![kill] }
     }

@@ -242,7 +242,8 @@ type Launch = ();
 /// All states, each with a name for the table. Orders in them are due at 30 s, waits end at 10 s.
 fn states(start: Instant) -> Vec<(&'static str, State<Guest, Launch>)> {
     const REBOOT: OrderNote = OrderNote::Reboot { cold: false };
-    let order = |note| Some(Order { note, power_off_at: start + Duration::from_secs(30), asked: true });
+    let due = start + Duration::from_secs(30);
+    let order = |note| Some(Order { note, power_off_at: due, ask_again_at: due, asked: true });
     let launch = |holds_guest| Some(Launching { launch: (), holds_guest });
     let starting = |launch, stops: bool| {
         State::Starting(Starting { launch, stop: stops.then_some(StopOrder { force: false, given: start }) })
@@ -352,7 +353,7 @@ fn describe(state: &State<Guest, Launch>, start: Instant) -> String {
         }
         State::Running(Running { cause, pause, order, harvest_begun, .. }) => {
             words.push(if pause.is_some() { "paused" } else { "running" }.to_owned());
-            words.extend(order.map(|Order { note, power_off_at, asked }| {
+            words.extend(order.map(|Order { note, power_off_at, asked, .. }| {
                 let by = if asked { "within" } else { "at" };
                 format!("{} {by} {} s", word(note), seconds(power_off_at))
             }));
