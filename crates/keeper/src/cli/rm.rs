@@ -4,6 +4,7 @@
 //!
 //! What goes has names that Hearth gives. An image that it did not make is never among it.
 
+use std::ffi::OsStr;
 use std::fs;
 use std::io::{self, BufRead, IsTerminal};
 use std::path::{Path, PathBuf};
@@ -16,9 +17,10 @@ use super::service::{self, Manager};
 use super::{CliError, Context, Exit, parked};
 use crate::check::life::Life;
 use crate::config::{Config, Owner};
-use crate::folders::CACHE_MAP;
+use crate::folders::{self, CACHE_MAP, KEEPER_LOCK, memory_owner};
 use crate::home::Home;
 use crate::host_reload::Record;
+use crate::machine::leftovers;
 
 /// Files and folders in a machine's own folder that Hearth makes, beside its disk and seed.
 const OWN: [&str; 3] = ["boot-set", CACHE_MAP, "dumps"];
@@ -40,6 +42,12 @@ struct Plan {
     removed: Vec<PathBuf>,
     /// Files of the machine that Hearth did not make.
     kept: Vec<PathBuf>,
+    /// Folders that go if nothing is left in them.
+    #[serde(skip)]
+    folders: Vec<PathBuf>,
+    /// They are locked until the end, and go after the configuration.
+    #[serde(skip)]
+    locks: Vec<PathBuf>,
 }
 
 pub fn remove(context: &mut Context<'_>, arguments: &RemoveArguments) -> Result<Exit, CliError> {
@@ -47,7 +55,7 @@ pub fn remove(context: &mut Context<'_>, arguments: &RemoveArguments) -> Result<
     let file = home.file();
     let config = Config::load(&file, &context.root).map_err(|problems| CliError::Configuration { file, problems })?;
     must_rest(context, &home, &config)?;
-    let plan = plan(&home, &config);
+    let plan = plan(&home, &config)?;
     if !context.json {
         tell(context, &plan)?;
     }
@@ -59,7 +67,7 @@ pub fn remove(context: &mut Context<'_>, arguments: &RemoveArguments) -> Result<
     if service::is_there() {
         Manager::of_this_user().forget(&home)?;
     }
-    carry_out(&plan, home.folder())?;
+    carry_out(&plan)?;
     match context.json {
         true => context.write_json(&plan)?,
         false => context.write_line(&format!("{} is removed", home.name()))?,
@@ -90,24 +98,61 @@ fn must_rest(context: &Context<'_>, home: &Home, config: &Config) -> Result<(), 
     Ok(())
 }
 
-fn plan(home: &Home, config: &Config) -> Plan {
-    let own = OWN.iter().map(|name| home.folder().join(name));
-    let mut removed = vec![home.disk(), home.seed(), home.variables()];
-    removed.extend(own);
+fn plan(home: &Home, config: &Config) -> Result<Plan, CliError> {
+    let (runtime, memory) = (&config.folders.runtime, &config.folders.memory);
     // Folders with another name may be shared.
-    let folders = [&config.folders.runtime, &config.folders.memory];
-    removed.extend(folders.into_iter().filter(|folder| folder.ends_with(home.name())).cloned());
+    let own = [
+        (memory, folders::is_in_memory as fn(&str) -> bool, memory_owner::FILE),
+        (runtime, leftovers::is_ours, KEEPER_LOCK),
+    ];
+    let own: Vec<_> = own.into_iter().filter(|(folder, ..)| folder.ends_with(home.name())).collect();
+    let locks: Vec<_> = own.iter().map(|(folder, _, lock)| folder.join(lock)).collect();
+    let made = [home.disk(), home.seed(), home.variables()];
+    let mut removed = made.to_vec();
+    removed.extend(OWN.iter().map(|name| home.folder().join(name)));
+    for (folder, is_ours, _) in &own {
+        removed.extend(entries(folder).filter(|path| path.file_name().and_then(OsStr::to_str).is_some_and(is_ours)));
+    }
     removed.push(home.file());
-    removed.retain(|path| path.symlink_metadata().is_ok());
+    removed.retain(|path| path.symlink_metadata().is_ok() && !locks.contains(path));
+    let folders: Vec<_> = own.iter().map(|own| own.0.clone()).chain([home.folder().to_owned()]).collect();
     let devices = &config.devices;
     let mirrors = devices.nvram.iter().filter_map(|device| device.mirror.as_ref()).map(|mirror| &mirror.file);
     let mirrors = mirrors.chain(devices.pmem.iter().filter_map(|device| device.mirror_file.as_ref()));
     let mut kept: Vec<_> = devices.disks.iter().map(|disk| &disk.path).chain(mirrors).cloned().collect();
-    kept.extend(fs::read_dir(home.folder()).into_iter().flatten().flatten().map(|entry| entry.path()));
-    kept.retain(|path| !removed.contains(path));
+    kept.retain(|path| !made.contains(path));
+    let others = folders.iter().flat_map(|folder| entries(folder));
+    kept.extend(others.filter(|path| !removed.contains(path) && !locks.contains(path)));
     kept.sort();
     kept.dedup();
-    Plan { removed, kept }
+    must_keep(home, &removed, &kept)?;
+    Ok(Plan { removed, kept, folders, locks })
+}
+
+fn entries(folder: &Path) -> impl Iterator<Item = PathBuf> + use<> {
+    fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path())
+}
+
+/// Refuses a removal that would take a file that is to be kept with it.
+fn must_keep(home: &Home, removed: &[PathBuf], kept: &[PathBuf]) -> Result<(), CliError> {
+    let removed: Vec<_> = removed.iter().map(|path| (path, itself(path))).collect();
+    for kept in kept {
+        let names = [itself(kept), fs::canonicalize(kept).unwrap_or_else(|_| kept.clone())];
+        let with = removed.iter().find(|(_, removed)| names.iter().any(|kept| kept.starts_with(removed)));
+        if let Some((removed, _)) = with {
+            let (kept, removed) = (kept.display(), removed.display());
+            let what =
+                format!("is not removed: {kept}, which Hearth did not make, would go with {removed}; move it first");
+            return Err(CliError::Machine { name: home.name().to_owned(), what });
+        }
+    }
+    Ok(())
+}
+
+/// The path without links, except for the last part: a link is removed, and what it leads to is not.
+fn itself(path: &Path) -> PathBuf {
+    let parent = path.parent().and_then(|parent| fs::canonicalize(parent).ok());
+    parent.zip(path.file_name()).map_or_else(|| path.to_owned(), |(parent, name)| parent.join(name))
 }
 
 fn tell(context: &mut Context<'_>, plan: &Plan) -> Result<(), CliError> {
@@ -131,14 +176,18 @@ fn confirmed(context: &mut Context<'_>, name: &str) -> Result<bool, CliError> {
     Ok(matches!(answer.trim(), "y" | "Y" | "yes"))
 }
 
-fn carry_out(plan: &Plan, folder: &Path) -> Result<(), CliError> {
-    for path in &plan.removed {
+fn carry_out(plan: &Plan) -> Result<(), CliError> {
+    for path in plan.removed.iter().chain(&plan.locks) {
         let is_folder = path.symlink_metadata().is_ok_and(|found| found.is_dir());
         let removed = if is_folder { fs::remove_dir_all(path) } else { fs::remove_file(path) };
-        removed.map_err(|source| CliError::File { path: path.clone(), source })?;
+        match removed {
+            // A folder may be a mount point. It is empty now.
+            Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::ResourceBusy) => {}
+            removed => removed.map_err(|source| CliError::File { path: path.clone(), source })?,
+        }
     }
     // Files that are kept may be there.
-    let _ = fs::remove_dir(folder);
+    plan.folders.iter().for_each(|folder| drop(fs::remove_dir(folder)));
     Ok(())
 }
 
@@ -147,29 +196,63 @@ mod tests {
     use super::*;
     use crate::runtime_root::RuntimeRoot;
 
-    #[test]
-    fn only_what_hearth_made_is_removed() {
-        let folder = tempfile::tempdir().unwrap();
-        let home = Home::in_folder("web", folder.path());
-        let (image, memory) = (folder.path().join("data.img"), folder.path().join("memory"));
-        let own = [home.disk(), home.seed(), home.folder().join("dumps/1.vmcore"), memory.join("web/tag.key")];
-        let others = [image.clone(), home.folder().join("notes.txt"), memory.join("db/tag.key")];
-        for path in own.iter().chain(&others).chain([&home.file()]) {
+    /// A machine whose files are all in one folder, with these disks, and the two folders of its keeper in `parent`.
+    fn machine(folder: &Path, parent: &Path, disks: &[&Path]) -> (Home, Config) {
+        let home = Home::in_folder("web", folder);
+        let parent = parent.display();
+        let mut text = format!(
+            "name = \"web\"\nmemory = \"64MiB\"\nmemory_folder = \"{parent}/memory\"\nruntime_folder = \"{parent}/web\"\n"
+        );
+        for disk in disks {
+            text += &format!("[[disks]]\npath = \"{}\"\n", disk.display());
+        }
+        let config = Config::parse(&text, &home.file(), &RuntimeRoot::new(folder.join("run"))).unwrap();
+        (home, config)
+    }
+
+    fn make(paths: &[PathBuf]) {
+        for path in paths {
             fs::create_dir_all(path.parent().unwrap()).unwrap();
             fs::write(path, "").unwrap();
         }
-        let text = format!(
-            "name = \"web\"\nmemory = \"64MiB\"\nmemory_folder = \"{}\"\n[[disks]]\npath = \"{}\"\n[[disks]]\npath = \"{}\"\n",
-            memory.display(),
-            home.disk().display(),
-            image.display()
-        );
-        let root = RuntimeRoot::new(folder.path().join("run"));
-        let plan = plan(&home, &Config::parse(&text, &home.file(), &root).unwrap());
+    }
+
+    #[test]
+    fn only_what_hearth_made_is_removed() {
+        let folder = tempfile::tempdir().unwrap();
+        let (image, disk) = (folder.path().join("web/data.img"), Home::in_folder("web", folder.path()).disk());
+        let (home, config) = machine(folder.path(), folder.path(), &[&disk, &image]);
+        let memory = folder.path().join("memory");
+        let own = [
+            [disk, home.seed(), home.folder().join("dumps/1.vmcore")],
+            [memory.join("web/tag.key"), memory.join("web/ram-1"), memory.join("web/nvram-log")],
+            ["journal.json", "qemu-1.log", "api.sock"].map(|name| folder.path().join("web").join(name)),
+            [home.file(), memory.join("web/owner"), folder.path().join("web/keeper.lock")],
+        ]
+        .concat();
+        let others = [image.clone(), home.folder().join("notes.txt"), memory.join("db/tag.key")];
+        make(&own);
+        make(&others);
+        let plan = plan(&home, &config).unwrap();
         assert_eq!(plan.removed.last(), Some(&home.file()));
-        assert_eq!(plan.kept, [image, home.folder().join("notes.txt")]);
-        carry_out(&plan, home.folder()).unwrap();
-        assert!(own.iter().chain([&home.file()]).all(|path| !path.exists()));
+        assert_eq!(plan.kept, [home.folder().join("notes.txt"), image]);
+        carry_out(&plan).unwrap();
+        assert!(own.iter().all(|path| !path.exists()) && !memory.join("web").exists());
         assert!(others.iter().all(|path| path.exists()));
+    }
+
+    #[test]
+    fn files_to_keep_must_not_go_with_others() {
+        let folder = tempfile::tempdir().unwrap();
+        let check = |image: PathBuf, with: &str| {
+            make(std::slice::from_ref(&image));
+            let (home, config) = machine(folder.path(), folder.path(), &[&image]);
+            let said = plan(&home, &config).unwrap_err().to_string();
+            let expect = format!("would go with {}; move it first", folder.path().join(with).display());
+            assert!(said.contains(&expect) && image.exists(), "{said}");
+        };
+        check(folder.path().join("lib/web/dumps/data.img"), "lib/web/dumps");
+        check(folder.path().join("memory/web/nvram-data.img"), "memory/web/nvram-data.img");
+        check(folder.path().join("lib/web/../web/disk.qcow2"), "lib/web/disk.qcow2");
     }
 }

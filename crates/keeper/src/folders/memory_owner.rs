@@ -18,7 +18,8 @@ use rustix::io::Errno;
 
 use super::{FolderError, existing, take};
 
-const FILE: &str = "owner";
+/// Its name, in the memory folder.
+pub const FILE: &str = "owner";
 const PATH_BYTES_MAX: u64 = 4096;
 /// Hint for an operator whose memory folder belongs to another machine.
 pub const HINT: &str = "give each machine its own memory_folder or name (`restore --as`); if the other machine no longer exists, remove \

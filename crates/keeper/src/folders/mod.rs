@@ -15,6 +15,7 @@ use std::time::{Duration, Instant};
 
 use hearth_disk::boot_set;
 use hearth_disk::image::LockOwner;
+use hearth_disk::nvram;
 use hearth_disk::tag::{TAG_KEY_BYTES, Tagger};
 use hearth_memory::{Durability, replace_file};
 use hearth_recovery::rejuvenation::parked;
@@ -24,6 +25,8 @@ use rustix::fs::{FlockOperation, flock};
 const OTHERS_WRITE: u32 = 0o002;
 const STICKY: u32 = 0o1000;
 const TABLES_PREFIX: &str = "tables-";
+/// The file with the keeper's lock, in the runtime folder.
+pub const KEEPER_LOCK: &str = "keeper.lock";
 /// The file of the disk with the cache map, in the memory folder.
 pub const CACHE_MAP: &str = "cache-map";
 /// The link to the VNC server of the QEMU that has the guest, in the runtime folder.
@@ -91,7 +94,7 @@ impl Folders {
     /// Makes the folders (mode 0700) and takes their locks.
     pub fn prepare(name: &str, runtime: &Path, memory: &Path) -> Result<Self, FolderError> {
         make_private(runtime)?;
-        let path = runtime.join("keeper.lock");
+        let path = runtime.join(KEEPER_LOCK);
         let unusable = |source| FolderError::Unusable { path: path.clone(), source };
         let lock =
             OpenOptions::new().create(true).truncate(false).write(true).mode(0o600).open(&path).map_err(unusable)?;
@@ -199,16 +202,25 @@ impl Folders {
     pub fn discard_memory(&self) -> io::Result<()> {
         for entry in fs::read_dir(&self.memory)? {
             let entry = entry?;
-            let name = entry.file_name().to_string_lossy().into_owned();
-            let numbered = |prefix| name.strip_prefix(prefix).is_some_and(|number| number.parse::<u32>().is_ok());
-            let ours = [TABLES_PREFIX, boot_set::FILE_PREFIX, images::NOTES_FILE, parked::FILE_PREFIX];
-            let is_ours = numbered("ram-") || numbered("ledger-") || ours.iter().any(|prefix| name.starts_with(prefix));
-            if is_ours || name == "tag.key" || name == CACHE_MAP {
+            if is_of_a_run(&entry.file_name().to_string_lossy()) {
                 fs::remove_file(entry.path())?;
             }
         }
         memory_owner::leave_if_empty(&self.memory)
     }
+}
+
+/// Whether a file of this name in the memory folder ends with the machine's run.
+fn is_of_a_run(name: &str) -> bool {
+    let numbered = |prefix| name.strip_prefix(prefix).is_some_and(|number| number.parse::<u32>().is_ok());
+    let ours = [TABLES_PREFIX, boot_set::FILE_PREFIX, images::NOTES_FILE, parked::FILE_PREFIX];
+    let is_ours = numbered("ram-") || numbered("ledger-") || ours.iter().any(|prefix| name.starts_with(prefix));
+    is_ours || name == "tag.key" || name == CACHE_MAP
+}
+
+/// Whether Hearth makes files of this name in a memory folder. The file `owner` is not among them.
+pub fn is_in_memory(name: &str) -> bool {
+    is_of_a_run(name) || name.starts_with(nvram::FILE_PREFIX)
 }
 
 /// Makes a machine's folders and what a keeper stores there before it starts a guest.

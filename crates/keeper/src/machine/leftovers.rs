@@ -31,8 +31,16 @@ const OF_A_QEMU: [&str; 7] =
 const OF_A_DEAD_GUEST: &str = "registers-*";
 /// Files of a running machine.
 const OF_A_GUEST: [&str; 2] = ["disk-*.sock", VNC_SOCKET];
+/// The keeper's own sockets.
+const OF_A_KEEPER: [&str; 2] = ["api.sock", "console.sock"];
 /// A new file that was never renamed to its final name.
 const UNFINISHED: &str = "*.new";
+
+/// Whether Hearth makes files of this name in a runtime folder.
+pub fn is_ours(name: &str) -> bool {
+    let of_a_qemu = OF_A_QEMU.iter().chain(&OF_A_GUEST).chain([&OF_A_DEAD_GUEST, &UNFINISHED]);
+    AT_REST.iter().chain(&OF_A_KEEPER).chain(of_a_qemu).any(|pattern| matches(pattern, name))
+}
 
 /// Which files of a runtime folder are still needed.
 #[derive(Clone, Debug, Default)]
@@ -152,6 +160,14 @@ mod tests {
         stay.extend(OF_QEMUS.iter().filter(|name| !["qmp-31.sock", "passt-3-2.pid"].contains(name)));
         stay.sort_unstable();
         check(&living, &stay);
+    }
+
+    #[test]
+    fn all_but_files_of_others_are_ours() {
+        let at_rest = AT_REST.map(|pattern| pattern.replace('*', "3"));
+        let mut names = OF_QEMUS.iter().chain(&OTHERS).copied().chain(at_rest.iter().map(String::as_str));
+        assert!(names.all(|name| is_ours(name) == (name != "somebodys-notes.txt")));
+        assert!(!is_ours("data.img"));
     }
 
     #[test]

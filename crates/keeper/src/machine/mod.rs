@@ -88,7 +88,7 @@ mod launch;
 mod launch_job;
 pub mod lazy_restore;
 mod leave;
-mod leftovers;
+pub mod leftovers;
 mod lives;
 mod locked_files;
 mod memory_monitor;
