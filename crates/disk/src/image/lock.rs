@@ -36,7 +36,7 @@ use std::path::Path;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use super::ImageError;
+use super::{ImageError, access_error};
 
 const USED: i64 = 100;
 const FORBIDDEN: i64 = 200;
@@ -80,6 +80,13 @@ impl LockOwner {
     fn qemu_byte(self) -> i64 {
         self.keeper_byte() + 1
     }
+}
+
+/// Locks an image as its only user for as long as the file lives. It need not be an image of any format.
+pub fn lock_alone(path: &Path) -> Result<File, ImageError> {
+    let file = File::open(path).map_err(|error| access_error(path, "open", error))?;
+    lock_image(&file, path, false, Duration::ZERO, None)?;
+    Ok(file)
 }
 
 /// Locks the image behind `file`, waiting up to `patience` for others to let go.

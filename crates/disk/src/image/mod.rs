@@ -40,7 +40,7 @@ pub use checkpoints::{CHECKPOINTS_MAX, Checkpoints};
 pub use device_note::{DeviceNote, Unnotable};
 pub use frozen::FrozenImage;
 pub(crate) use guarded::GuardedFile;
-pub use lock::LockOwner;
+pub use lock::{LockOwner, lock_alone};
 pub(crate) use lock::{inheritable_lock, lock_image};
 pub use note::{ImageFile, ImageNote};
 pub use overlay::{OverlayError, create_overlay, create_overlay_over_arriving, create_overlay_with_bitmap};

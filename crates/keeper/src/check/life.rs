@@ -26,10 +26,12 @@ pub enum Life {
 
 impl Life {
     pub fn of(config: &Config) -> Self {
-        if has_keeper(&config.folders.runtime) {
-            return Self::Kept;
-        }
-        match orphaned_qemu(&config.folders.runtime) {
+        if has_keeper(&config.folders.runtime) { Self::Kept } else { Self::without_keeper(config) }
+    }
+
+    /// For whoever holds the keeper's lock.
+    pub fn without_keeper(config: &Config) -> Self {
+        match living_qemu(&config.folders.runtime) {
             Some(_) => Self::Orphaned,
             // Its keeper died before it could record it in the journal.
             None if !qemus_of(&config.folders.runtime, &config.folders.memory).is_empty() => Self::Orphaned,

@@ -12,7 +12,7 @@ use std::process::ExitCode;
 use clap::{Args, CommandFactory, Parser, Subcommand};
 use clap_complete::CompleteEnv;
 use hearth_api::{CrashMethod, CrashRequest, RebootRequest, StopRequest};
-use hearth_disk::image::OverlayError;
+use hearth_disk::image::{ImageError, OverlayError};
 use hearth_libvirt::virsh::VirshError;
 use hearth_recovery::lazy_restore::OrderError;
 use hearth_recovery::snapshot::SnapshotError;
@@ -590,6 +590,8 @@ pub enum CliError {
     OtherDisks { file: PathBuf, configured: String, saved: String },
     #[error(transparent)]
     Folder(#[from] FolderError),
+    #[error(transparent)]
+    Image(#[from] ImageError),
     #[error(transparent)]
     Overlay(#[from] OverlayError),
     #[error(transparent)]

@@ -1,15 +1,16 @@
 //! `rm`: removes a machine that does not run, with the files that Hearth made for it.
 //!
-//! machine -> does it rest? -> what goes, what stays -> asked -> unit disabled -> files removed, the configuration last
+//! machine -> does it rest? -> what goes, what stays -> asked -> locked -> unit disabled -> files removed, the configuration last
 //!
 //! What goes has names that Hearth gives. An image that it did not make is never among it.
 
 use std::ffi::OsStr;
-use std::fs;
+use std::fs::{self, File};
 use std::io::{self, BufRead, IsTerminal};
 use std::path::{Path, PathBuf};
 
 use clap::Args;
+use hearth_disk::image::lock_alone;
 use hearth_recovery::journal::Journal;
 use serde::Serialize;
 
@@ -17,7 +18,7 @@ use super::service::{self, Manager};
 use super::{CliError, Context, Exit, parked};
 use crate::check::life::Life;
 use crate::config::{Config, Owner};
-use crate::folders::{self, CACHE_MAP, KEEPER_LOCK, memory_owner};
+use crate::folders::{self, CACHE_MAP, Folders, KEEPER_LOCK, memory_owner};
 use crate::home::Home;
 use crate::host_reload::Record;
 use crate::machine::leftovers;
@@ -54,7 +55,7 @@ pub fn remove(context: &mut Context<'_>, arguments: &RemoveArguments) -> Result<
     let home = super::existing_home(&arguments.name)?;
     let file = home.file();
     let config = Config::load(&file, &context.root).map_err(|problems| CliError::Configuration { file, problems })?;
-    must_rest(context, &home, &config)?;
+    must_rest(context, &home, &config, Life::of(&config))?;
     let plan = plan(&home, &config)?;
     if !context.json {
         tell(context, &plan)?;
@@ -62,8 +63,9 @@ pub fn remove(context: &mut Context<'_>, arguments: &RemoveArguments) -> Result<
     if !arguments.yes && !confirmed(context, home.name())? {
         return Ok(Exit::Failed);
     }
+    let _locks = lock(&home, &config)?;
     // It may have been started meanwhile.
-    must_rest(context, &home, &config)?;
+    must_rest(context, &home, &config, Life::without_keeper(&config))?;
     if service::is_there() {
         Manager::of_this_user().forget(&home)?;
     }
@@ -76,16 +78,21 @@ pub fn remove(context: &mut Context<'_>, arguments: &RemoveArguments) -> Result<
 }
 
 /// Refuses a machine with a guest, with memory of one that somebody wants, or that is not Hearth's own.
-fn must_rest(context: &Context<'_>, home: &Home, config: &Config) -> Result<(), CliError> {
+fn must_rest(context: &Context<'_>, home: &Home, config: &Config, life: Life) -> Result<(), CliError> {
     let name = home.name();
     let refuse = |what: String| Err(CliError::Machine { name: name.to_owned(), what });
     if config.owner == Owner::Libvirt {
         return refuse(format!("is a domain of libvirt; give its disks back: `hearth detach {name}`"));
     }
-    match Life::of(config) {
+    match life {
         Life::Kept => return refuse(format!("is running; stop it first: `hearth stop {name}`")),
         Life::Orphaned => return Err(context.not_running(name)),
         Life::None => {}
+    }
+    // A keeper with another XDG_RUNTIME_DIR has another runtime folder and this memory folder.
+    if let Some(why) = memory_owner::look(&config.folders.runtime, &config.folders.memory) {
+        let memory = config.folders.memory.display();
+        return refuse(format!("is not removed: its memory folder {memory} is in use: {why}; {}", memory_owner::HINT));
     }
     if let Some(guest) = parked::find(&context.root, Record::of_this_host().as_ref(), name) {
         return Err(CliError::Parked { name: name.to_owned(), guest: Box::new(guest) });
@@ -96,6 +103,13 @@ fn must_rest(context: &Context<'_>, home: &Home, config: &Config) -> Result<(), 
         return refuse(format!("has a crash that is not dumped yet; {run} writes the dump, and may then be stopped"));
     }
     Ok(())
+}
+
+/// Locks the machine's folders and files, so that no keeper can start it and no program uses its images.
+fn lock(home: &Home, config: &Config) -> Result<(Vec<File>, Folders), CliError> {
+    let images = [home.disk(), home.seed(), home.variables()].into_iter().filter(|path| path.exists());
+    let images = images.map(|path| lock_alone(&path)).collect::<Result<_, _>>()?;
+    Ok((images, Folders::prepare(home.name(), &config.folders.runtime, &config.folders.memory)?))
 }
 
 fn plan(home: &Home, config: &Config) -> Result<Plan, CliError> {
@@ -239,6 +253,36 @@ mod tests {
         carry_out(&plan).unwrap();
         assert!(own.iter().all(|path| !path.exists()) && !memory.join("web").exists());
         assert!(others.iter().all(|path| path.exists()));
+    }
+
+    #[test]
+    fn machine_under_another_runtime_root_is_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        let (home, config) = machine(folder.path(), folder.path(), &[&folder.path().join("lib/web/disk.qcow2")]);
+        let context = Context { root: RuntimeRoot::new(folder.path().join("run")), json: true, out: &mut Vec::new() };
+        let rests = || must_rest(&context, &home, &config, Life::of(&config)).map_err(|error| error.to_string());
+        rests().unwrap();
+        let elsewhere = folder.path().join("elsewhere");
+        let keeper = Folders::prepare("web", &elsewhere, &config.folders.memory).unwrap();
+        let said = rests().unwrap_err();
+        assert!(said.contains(&format!("the keeper of {} runs", elsewhere.display())), "{said}");
+        drop(keeper);
+        rests().unwrap();
+    }
+
+    #[test]
+    fn machine_is_locked_while_its_files_go() {
+        let folder = tempfile::tempdir().unwrap();
+        let (home, config) = machine(folder.path(), folder.path(), &[&folder.path().join("lib/web/disk.qcow2")]);
+        make(&[home.disk()]);
+        let Folders { runtime, memory, .. } = lock(&home, &config).unwrap().1;
+        let locks = lock(&home, &config).unwrap();
+        assert_eq!(Life::without_keeper(&config), Life::None);
+        assert!(Folders::prepare("web", &runtime, &memory).is_err(), "a keeper that starts now is refused");
+        let said = lock(&home, &config).unwrap_err().to_string();
+        assert!(said.contains("disk.qcow2 is in use by process"), "{said}");
+        drop(locks);
+        lock(&home, &config).unwrap();
     }
 
     #[test]
