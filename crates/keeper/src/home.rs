@@ -25,11 +25,13 @@ impl Home {
 
     /// Names of all machines that have a configuration here, sorted.
     pub fn names() -> Vec<String> {
-        let entries = std::fs::read_dir(configurations()).into_iter().flatten().flatten();
-        let files = entries.filter_map(|entry| entry.file_name().into_string().ok());
-        let mut names: Vec<_> = files.filter_map(|file| file.strip_suffix(".toml").map(str::to_owned)).collect();
-        names.sort();
-        names
+        names_in(&configurations())
+    }
+
+    /// The homes of all other machines that have a configuration beside this one's, sorted by name.
+    pub fn others(&self) -> impl Iterator<Item = Self> {
+        let others = names_in(&self.configurations).into_iter().filter(|name| *name != self.name);
+        others.map(|name| Self { folder: self.folder.with_file_name(&name), name, ..self.clone() })
     }
 
     #[cfg(test)]
@@ -65,6 +67,15 @@ impl Home {
     pub fn seed(&self) -> PathBuf {
         self.folder.join("seed.img")
     }
+}
+
+/// Names of the machines with a configuration in this folder, sorted.
+fn names_in(configurations: &Path) -> Vec<String> {
+    let entries = std::fs::read_dir(configurations).into_iter().flatten().flatten();
+    let files = entries.filter_map(|entry| entry.file_name().into_string().ok());
+    let mut names: Vec<_> = files.filter_map(|file| file.strip_suffix(".toml").map(str::to_owned)).collect();
+    names.sort();
+    names
 }
 
 /// The folder of the configurations.

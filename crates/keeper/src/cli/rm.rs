@@ -10,7 +10,7 @@ use std::io::{self, BufRead, IsTerminal};
 use std::path::{Path, PathBuf};
 
 use clap::Args;
-use hearth_disk::image::lock_alone;
+use hearth_disk::image::{backing_images, lock_alone};
 use hearth_recovery::journal::Journal;
 use serde::Serialize;
 
@@ -22,6 +22,7 @@ use crate::folders::{self, CACHE_MAP, Folders, KEEPER_LOCK, memory_owner};
 use crate::home::Home;
 use crate::host_reload::Record;
 use crate::machine::leftovers;
+use crate::runtime_root::RuntimeRoot;
 
 /// Files and folders in a machine's own folder that Hearth makes, beside its disk and seed.
 const OWN: [&str; 3] = ["boot-set", CACHE_MAP, "dumps"];
@@ -52,11 +53,11 @@ struct Plan {
 }
 
 pub fn remove(context: &mut Context<'_>, arguments: &RemoveArguments) -> Result<Exit, CliError> {
-    let home = super::existing_home(&arguments.name)?;
-    let file = home.file();
-    let config = Config::load(&file, &context.root).map_err(|problems| CliError::Configuration { file, problems })?;
+    let home = super::home(&arguments.name)?;
+    let config = configuration(&home, &context.root)?;
     must_rest(context, &home, &config, Life::of(&config))?;
     let plan = plan(&home, &config)?;
+    must_be_unused(&home, &context.root, &plan.removed)?;
     if !context.json {
         tell(context, &plan)?;
     }
@@ -75,6 +76,26 @@ pub fn remove(context: &mut Context<'_>, arguments: &RemoveArguments) -> Result<
         false => context.write_line(&format!("{} is removed", home.name()))?,
     }
     Ok(Exit::Done)
+}
+
+/// The machine's configuration. An interrupted `hearth new` leaves none: then that of a machine with the disk alone.
+fn configuration(home: &Home, root: &RuntimeRoot) -> Result<Config, CliError> {
+    let file = home.file();
+    let config = match fs::read_to_string(&file) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound && made(home).iter().any(|path| path.exists()) => {
+            let disk = toml::Value::from(home.disk().display().to_string());
+            let text = format!("name = \"{}\"\nmemory = \"1GiB\"\n[[disks]]\npath = {disk}\n", home.name());
+            Config::parse(&text, &file, root)
+        }
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Err(super::no_machine(home)),
+        _ => Config::load(&file, root),
+    };
+    config.map_err(|problems| CliError::Configuration { file, problems })
+}
+
+/// The files that `hearth new` makes, except for the configuration.
+fn made(home: &Home) -> [PathBuf; 3] {
+    [home.disk(), home.seed(), home.variables()]
 }
 
 /// Refuses a machine with a guest, with memory of one that somebody wants, or that is not Hearth's own.
@@ -107,7 +128,7 @@ fn must_rest(context: &Context<'_>, home: &Home, config: &Config, life: Life) ->
 
 /// Locks the machine's folders and files, so that no keeper can start it and no program uses its images.
 fn lock(home: &Home, config: &Config) -> Result<(Vec<File>, Folders), CliError> {
-    let images = [home.disk(), home.seed(), home.variables()].into_iter().filter(|path| path.exists());
+    let images = made(home).into_iter().filter(|path| path.exists());
     let images = images.map(|path| lock_alone(&path)).collect::<Result<_, _>>()?;
     Ok((images, Folders::prepare(home.name(), &config.folders.runtime, &config.folders.memory)?))
 }
@@ -121,11 +142,14 @@ fn plan(home: &Home, config: &Config) -> Result<Plan, CliError> {
     ];
     let own: Vec<_> = own.into_iter().filter(|(folder, ..)| folder.ends_with(home.name())).collect();
     let locks: Vec<_> = own.iter().map(|(folder, _, lock)| folder.join(lock)).collect();
-    let made = [home.disk(), home.seed(), home.variables()];
-    let mut removed = made.to_vec();
-    removed.extend(OWN.iter().map(|name| home.folder().join(name)));
-    for (folder, is_ours, _) in &own {
-        removed.extend(entries(folder).filter(|path| path.file_name().and_then(OsStr::to_str).is_some_and(is_ours)));
+    let mut removed = made(home).to_vec();
+    // Without a configuration here, they may be those of a machine that has it elsewhere.
+    if home.file().exists() {
+        removed.extend(OWN.iter().map(|name| home.folder().join(name)));
+        for (folder, is_ours, _) in &own {
+            let is_ours = |path: &PathBuf| path.file_name().and_then(OsStr::to_str).is_some_and(is_ours);
+            removed.extend(entries(folder).filter(is_ours));
+        }
     }
     removed.push(home.file());
     removed.retain(|path| path.symlink_metadata().is_ok() && !locks.contains(path));
@@ -134,7 +158,7 @@ fn plan(home: &Home, config: &Config) -> Result<Plan, CliError> {
     let mirrors = devices.nvram.iter().filter_map(|device| device.mirror.as_ref()).map(|mirror| &mirror.file);
     let mirrors = mirrors.chain(devices.pmem.iter().filter_map(|device| device.mirror_file.as_ref()));
     let mut kept: Vec<_> = devices.disks.iter().map(|disk| &disk.path).chain(mirrors).cloned().collect();
-    kept.retain(|path| !made.contains(path));
+    kept.retain(|path| !made(home).contains(path));
     let others = folders.iter().flat_map(|folder| entries(folder));
     kept.extend(others.filter(|path| !removed.contains(path) && !locks.contains(path)));
     kept.sort();
@@ -149,11 +173,8 @@ fn entries(folder: &Path) -> impl Iterator<Item = PathBuf> + use<> {
 
 /// Refuses a removal that would take a file that is to be kept with it.
 fn must_keep(home: &Home, removed: &[PathBuf], kept: &[PathBuf]) -> Result<(), CliError> {
-    let removed: Vec<_> = removed.iter().map(|path| (path, itself(path))).collect();
     for kept in kept {
-        let names = [itself(kept), fs::canonicalize(kept).unwrap_or_else(|_| kept.clone())];
-        let with = removed.iter().find(|(_, removed)| names.iter().any(|kept| kept.starts_with(removed)));
-        if let Some((removed, _)) = with {
+        if let Some(removed) = goes_with(kept, removed) {
             let (kept, removed) = (kept.display(), removed.display());
             let what =
                 format!("is not removed: {kept}, which Hearth did not make, would go with {removed}; move it first");
@@ -161,6 +182,28 @@ fn must_keep(home: &Home, removed: &[PathBuf], kept: &[PathBuf]) -> Result<(), C
         }
     }
     Ok(())
+}
+
+/// Refuses to remove an image that another machine in the same folder needs.
+fn must_be_unused(home: &Home, root: &RuntimeRoot, removed: &[PathBuf]) -> Result<(), CliError> {
+    for other in home.others() {
+        // A machine without a valid configuration does not run.
+        let Ok(config) = Config::load(&other.file(), root) else { continue };
+        let disks = config.devices.disks.iter().map(|disk| disk.path.clone());
+        let beneath = disks.clone().flat_map(|disk| backing_images(&disk).unwrap_or_default()).map(|(path, _)| path);
+        if let Some(removed) = disks.chain(beneath).find_map(|image| goes_with(&image, removed)) {
+            let (removed, other) = (removed.display(), other.name());
+            let what = format!("is not removed: a disk of {other} needs {removed}; remove {other} first");
+            return Err(CliError::Machine { name: home.name().to_owned(), what });
+        }
+    }
+    Ok(())
+}
+
+/// The removed path with which this one would go.
+fn goes_with<'a>(path: &Path, removed: &'a [PathBuf]) -> Option<&'a PathBuf> {
+    let names = [itself(path), fs::canonicalize(path).unwrap_or_else(|_| path.to_owned())];
+    removed.iter().find(|removed| names.iter().any(|name| name.starts_with(itself(removed))))
 }
 
 /// The path without links, except for the last part: a link is removed, and what it leads to is not.
@@ -207,8 +250,9 @@ fn carry_out(plan: &Plan) -> Result<(), CliError> {
 
 #[cfg(test)]
 mod tests {
+    use hearth_disk::image::create_overlay;
+
     use super::*;
-    use crate::runtime_root::RuntimeRoot;
 
     /// A machine whose files are all in one folder, with these disks, and the two folders of its keeper in `parent`.
     fn machine(folder: &Path, parent: &Path, disks: &[&Path]) -> (Home, Config) {
@@ -286,11 +330,43 @@ mod tests {
     }
 
     #[test]
+    fn disk_beneath_another_machines_is_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        let image = folder.path().join("image");
+        File::create(&image).unwrap().set_len(1 << 20).unwrap();
+        let (web, db) = (Home::in_folder("web", folder.path()), Home::in_folder("db", folder.path()));
+        make(&[web.file(), db.folder().join("notes")]);
+        fs::create_dir_all(web.folder()).unwrap();
+        create_overlay(&web.disk(), &image, "raw").unwrap();
+        create_overlay(&db.disk(), &web.disk(), "qcow2").unwrap();
+        let disk = db.disk().display().to_string();
+        let text = format!("name = \"db\"\nmemory = \"64MiB\"\n[[disks]]\npath = \"{disk}\"\nformat = \"qcow2\"\n");
+        fs::write(db.file(), text).unwrap();
+        let root = RuntimeRoot::new(folder.path().join("run"));
+        let said = must_be_unused(&web, &root, &[web.disk()]).unwrap_err().to_string();
+        assert!(said.ends_with(&format!("a disk of db needs {}; remove db first", web.disk().display())), "{said}");
+        must_be_unused(&db, &root, &[db.disk()]).unwrap();
+    }
+
+    #[test]
+    fn interrupted_new_is_removed_without_configuration() {
+        let folder = tempfile::tempdir().unwrap();
+        let (home, root) = (Home::in_folder("unfinished", folder.path()), RuntimeRoot::new(folder.path().join("run")));
+        let said = configuration(&home, &root).unwrap_err().to_string();
+        assert!(said.contains("there is no "), "{said}");
+        let dump = home.folder().join("dumps/1.vmcore");
+        make(&[home.disk(), home.seed(), dump.clone()]);
+        let plan = plan(&home, &configuration(&home, &root).unwrap()).unwrap();
+        assert_eq!((plan.removed, plan.kept), (vec![home.disk(), home.seed()], vec![home.folder().join("dumps")]));
+    }
+
+    #[test]
     fn files_to_keep_must_not_go_with_others() {
         let folder = tempfile::tempdir().unwrap();
         let check = |image: PathBuf, with: &str| {
             make(std::slice::from_ref(&image));
             let (home, config) = machine(folder.path(), folder.path(), &[&image]);
+            make(&[home.file()]);
             let said = plan(&home, &config).unwrap_err().to_string();
             let expect = format!("would go with {}; move it first", folder.path().join(with).display());
             assert!(said.contains(&expect) && image.exists(), "{said}");
