@@ -64,7 +64,7 @@ fn commands_of_the_page_make_run_change_and_remove_a_machine() -> Result<()> {
     let files = fs::read(host.folder("/var/lib/hearth/web/seed.img")).expect("it is on this host");
     let files = String::from_utf8_lossy(&files).into_owned();
     assert!(files.contains("#cloud-config\n") && files.contains("\"ssh-ed25519 AAAAC3Nz me@host\""));
-    assert!(files.contains("local-hostname: web\n"));
+    assert!(files.contains("local-hostname: \"web\"\n"));
 
     // What a shell offers for the last word.
     let offers = |words: &str, index: usize| {

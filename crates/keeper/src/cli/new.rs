@@ -13,7 +13,7 @@ use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 use clap::Args;
-use hearth_disk::image::create_overlay;
+use hearth_disk::image::{backing_images, create_overlay};
 use serde::Serialize;
 
 use super::{CliError, Context, Exit, absolute, service};
@@ -77,6 +77,7 @@ pub fn new(context: &mut Context<'_>, arguments: NewArguments) -> Result<Exit, C
     must_be_free(&home)?;
     let image = absolute(arguments.image);
     let format = format_of(&image).map_err(|source| CliError::File { path: image.clone(), source })?;
+    must_be_whole(&image, format)?;
     let keys = arguments.ssh_key.as_deref().map(read_keys).transpose()?;
     let mut forward = arguments.forward;
     // A forward that cannot be understood is reported below.
@@ -85,13 +86,14 @@ pub fn new(context: &mut Context<'_>, arguments: NewArguments) -> Result<Exit, C
     }
     let typed = configuration(&home, &arguments.memory, forward, keys.is_some());
     let boot = arguments.uefi.then(|| uefi(&home));
-    let text = text(&ConfigFile { boot, ..typed });
+    let text = text(&image, &ConfigFile { boot, ..typed });
     let file = home.file();
     let config = Config::parse(&text, &file, &context.root)
         .map_err(|problems| CliError::Configuration { file: file.clone(), problems })?;
-    let made = write(&home, (&image, format), arguments.uefi, keys.as_deref(), &text);
-    let checked = made.and_then(|()| must_run(context, &config));
-    let warnings = checked.inspect_err(|_| remove(&home))?;
+    let mut made = Made::default();
+    let written = write(&mut made, &home, (&image, format), arguments.uefi, keys.as_deref(), &text);
+    let checked = written.and_then(|()| must_run(context, &config));
+    let warnings = checked.inspect_err(|_| made.remove(&home))?;
     tell(context, &home, &config, &image, &warnings)?;
     Ok(Exit::Done)
 }
@@ -112,6 +114,22 @@ fn format_of(image: &Path) -> io::Result<DiskFormat> {
     let mut magic = Vec::new();
     File::open(image)?.take(QCOW2_MAGIC.len() as u64).read_to_end(&mut magic)?;
     Ok(if magic == QCOW2_MAGIC { DiskFormat::Qcow2 } else { DiskFormat::Raw })
+}
+
+/// Refuses an image with a backing image: that would have to stay as it is, too, and `hearth rm` may remove it.
+fn must_be_whole(image: &Path, format: DiskFormat) -> Result<(), CliError> {
+    if format != DiskFormat::Qcow2 {
+        return Ok(());
+    }
+    match backing_images(image)?.first() {
+        Some((beneath, _)) => {
+            let (name, beneath) = (image.display().to_string(), beneath.display());
+            let flat = format!("`qemu-img convert -O qcow2 {name} NEW.qcow2`");
+            let what = format!("has the backing image {beneath}; make an image without one: {flat}");
+            Err(CliError::Machine { name, what })
+        }
+        None => Ok(()),
+    }
 }
 
 fn read_keys(path: &Path) -> Result<Vec<String>, CliError> {
@@ -157,13 +175,44 @@ fn uefi(home: &Home) -> BootSection {
 }
 
 /// The file, without lines for sections of which there are none.
-fn text(configuration: &ConfigFile) -> String {
+fn text(image: &Path, configuration: &ConfigFile) -> String {
+    // TOML allows no control characters in a comment.
+    let image = image.display().to_string().replace(char::is_control, " ");
     let text = configuration.to_text();
-    text.lines().filter(|line| !line.ends_with(" = []")).map(|line| format!("{line}\n")).collect()
+    let lines = text.lines().filter(|line| !line.ends_with(" = []")).map(|line| format!("{line}\n"));
+    let head = format!("# Made by `hearth new` from {image}. All keys: hearth.toml(5)\n\n");
+    std::iter::once(head).chain(lines).collect()
+}
+
+/// Files that this call has made. Another `hearth new` of the same name may run.
+#[derive(Default)]
+struct Made(Vec<PathBuf>);
+
+impl Made {
+    /// Creates a file that only this user can read.
+    fn file(&mut self, path: PathBuf) -> Result<File, CliError> {
+        let file = OpenOptions::new().read(true).write(true).create_new(true).mode(0o600).open(&path);
+        let file = file.map_err(|source| CliError::File { path: path.clone(), source })?;
+        self.0.push(path);
+        Ok(file)
+    }
+
+    /// Removes them.
+    fn remove(&self, home: &Home) {
+        // The disk was the first one. While it is there, nobody else makes files here.
+        for path in self.0.iter().rev() {
+            if let Err(error) = fs::remove_file(path) {
+                tracing::warn!(%error, path = %path.display(), "cannot remove");
+            }
+        }
+        // It may have been there before, with dumps of an earlier machine.
+        let _ = fs::remove_dir(home.folder());
+    }
 }
 
 /// Makes the machine's files.
 fn write(
+    made: &mut Made,
     home: &Home,
     (image, format): (&Path, DiskFormat),
     is_uefi: bool,
@@ -179,28 +228,26 @@ fn write(
     fs::create_dir_all(configurations).map_err(at(configurations))?;
     DirBuilder::new().mode(0o700).recursive(true).create(home.folder()).map_err(at(home.folder()))?;
     create_overlay(&home.disk(), image, format.name())?;
+    made.0.push(home.disk());
     if is_uefi {
         let template = uefi_template();
-        copy(&template, &home.variables()).map_err(at(&template))?;
+        copy(&template, made.file(home.variables())?).map_err(at(&template))?;
     }
     if let Some(keys) = keys {
-        seed::create(&home.seed(), home.name(), keys).map_err(at(&home.seed()))?;
+        seed::write(made.file(home.seed())?, home.name(), keys).map_err(at(&home.seed()))?;
     }
-    write_file(&file, image, text).map_err(at(&file))
+    let written = made.file(file.clone())?;
+    write_text(written, text).and_then(|()| File::open(configurations)?.sync_all()).map_err(at(&file))
 }
 
-fn copy(from: &Path, to: &Path) -> io::Result<()> {
-    let mut copy = OpenOptions::new().write(true).create_new(true).mode(0o600).open(to)?;
-    io::copy(&mut File::open(from)?, &mut copy)?;
-    copy.sync_all()
+fn copy(from: &Path, mut to: File) -> io::Result<()> {
+    io::copy(&mut File::open(from)?, &mut to)?;
+    to.sync_all()
 }
 
-fn write_file(path: &Path, image: &Path, text: &str) -> io::Result<()> {
-    let mut file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(path)?;
-    let image = image.display().to_string().replace(['\n', '\r'], " ");
-    write!(file, "# Made by `hearth new` from {image}. All keys: hearth.toml(5)\n\n{text}")?;
-    file.sync_all()?;
-    path.parent().map_or(Ok(()), |folder| File::open(folder)?.sync_all())
+fn write_text(mut file: File, text: &str) -> io::Result<()> {
+    file.write_all(text.as_bytes())?;
+    file.sync_all()
 }
 
 /// The warnings of a machine that can run.
@@ -210,20 +257,6 @@ fn must_run(context: &Context<'_>, config: &Config) -> Result<Vec<Problem>, CliE
         true => Err(CliError::Unready { file: config.file.clone(), problems }),
         false => Ok(problems),
     }
-}
-
-/// Removes what `write` has made: nothing of it was there before.
-fn remove(home: &Home) {
-    for path in [home.file(), home.disk(), home.variables(), home.seed()] {
-        match fs::remove_file(&path) {
-            Err(error) if error.kind() != io::ErrorKind::NotFound => {
-                tracing::warn!(%error, path = %path.display(), "cannot remove");
-            }
-            _ => {}
-        }
-    }
-    // It may have been there before, with dumps of an earlier machine.
-    let _ = fs::remove_dir(home.folder());
 }
 
 fn tell(
@@ -281,8 +314,8 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let home = Home::in_folder("web", folder.path());
         let typed = configuration(&home, "2G", vec!["8080:80".to_owned(), "2222:22".to_owned()], true);
-        let text = text(&typed);
-        assert!(!text.contains("[]"), "{text}");
+        let text = text(Path::new("/srv/\u{1b}[1m\n/image"), &typed);
+        assert!(text.starts_with("# Made by `hearth new` from /srv/ [1m /image. ") && !text.contains("[]"), "{text}");
         let config = Config::parse(&text, &home.file(), &RuntimeRoot::new("/run/hearth")).unwrap();
         assert_eq!((config.name.as_str(), config.guest.memory_bytes), ("web", 2 << 30));
         let disks: Vec<_> = config.devices.disks.iter().map(|disk| (disk.path.clone(), disk.read_only)).collect();
@@ -296,16 +329,36 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let home = Home::in_folder("web", folder.path());
         let image = folder.path().join("image");
-        let make = |keys: Option<&[String]>| write(&home, (&image, DiskFormat::Raw), false, keys, "cpus = 1\n");
-        assert!(make(None).is_err(), "the image is missing");
-        remove(&home);
+        let make = |made: &mut Made| {
+            let keys = ["ssh-rsa AAAA".to_owned()];
+            write(made, &home, (&image, DiskFormat::Raw), false, Some(&keys), "cpus = 1\n")
+        };
+        let [mut made, mut late] = [Made::default(), Made::default()];
+        assert!(make(&mut made).is_err(), "the image is missing");
+        made.remove(&home);
         assert!(!home.folder().exists());
         File::create(&image).unwrap().set_len(1 << 20).unwrap();
-        make(Some(&["ssh-rsa AAAA".to_owned()])).unwrap();
-        assert!(fs::read_to_string(home.file()).unwrap().ends_with("\n\ncpus = 1\n"));
+        make(&mut made).unwrap();
+        assert_eq!(fs::read_to_string(home.file()).unwrap(), "cpus = 1\n");
         assert!(must_be_free(&home).unwrap_err().to_string().contains("web.toml exists already"));
-        remove(&home);
+        // A second call that saw a free name, too.
+        assert!(make(&mut late).is_err());
+        late.remove(&home);
+        assert!([home.file(), home.disk(), home.seed()].iter().all(|path| path.exists()));
+        made.remove(&home);
         assert!(!home.folder().exists() && !home.file().exists() && image.exists());
+    }
+
+    #[test]
+    fn images_over_others_are_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        let [base, over] = ["base", "over"].map(|name| folder.path().join(name));
+        File::create(&base).unwrap().set_len(1 << 20).unwrap();
+        create_overlay(&over, &base, "raw").unwrap();
+        must_be_whole(&base, format_of(&base).unwrap()).unwrap();
+        let said = must_be_whole(&over, format_of(&over).unwrap()).unwrap_err().to_string();
+        let expect = format!("{}: has the backing image {}; make an image without one", over.display(), base.display());
+        assert!(said.starts_with(&expect), "{said}");
     }
 
     #[test]

@@ -7,9 +7,8 @@
 //! cloud-init reads it at each boot, and acts on it once: on an instance-id that it does not know yet.
 
 use std::fmt::Write as _;
-use std::fs::{self, OpenOptions};
+use std::fs::{self, File};
 use std::io::{self, Write};
-use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 
 use fatfs::{FileSystem, FormatVolumeOptions, FsOptions};
@@ -41,9 +40,8 @@ fn keys(text: &str) -> Result<Vec<String>, &'static str> {
     }
 }
 
-/// Creates the disk of the machine `name`.
-pub fn create(path: &Path, name: &str, keys: &[String]) -> io::Result<()> {
-    let mut file = OpenOptions::new().read(true).write(true).create_new(true).mode(0o600).open(path)?;
+/// Makes an empty file the disk of the machine `name`.
+pub fn write(mut file: File, name: &str, keys: &[String]) -> io::Result<()> {
     file.set_len(BYTES)?;
     fatfs::format_volume(&mut file, FormatVolumeOptions::new().volume_label(LABEL))?;
     let volume = FileSystem::new(&mut file, FsOptions::new())?;
@@ -54,12 +52,13 @@ pub fn create(path: &Path, name: &str, keys: &[String]) -> io::Result<()> {
     file.sync_all()
 }
 
+/// JSON's strings are YAML's, too. Without quotes YAML reads the name `no` as false, and `123` as a number.
 fn meta_data(name: &str) -> String {
     let number = u64::from_le_bytes(random::bytes());
-    format!("instance-id: {name}-{number:016x}\nlocal-hostname: {name}\n")
+    let [id, name] = [format!("{name}-{number:016x}"), name.to_owned()].map(serde_json::Value::from);
+    format!("instance-id: {id}\nlocal-hostname: {name}\n")
 }
 
-/// JSON's strings are YAML's, too.
 fn user_data(keys: &[String]) -> String {
     let mut text = format!("#cloud-config\nuser:\n  name: {USER}\nssh_authorized_keys:\n");
     for key in keys {
@@ -70,7 +69,6 @@ fn user_data(keys: &[String]) -> String {
 
 #[cfg(test)]
 mod tests {
-    use std::fs::File;
     use std::io::Read;
 
     use super::*;
@@ -79,7 +77,8 @@ mod tests {
     fn seed_holds_name_and_key_under_cloud_inits_label() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("seed.img");
-        create(&path, "web", &["ssh-ed25519 AAAA \"me\"".to_owned()]).unwrap();
+        let file = File::options().read(true).write(true).create_new(true).open(&path).unwrap();
+        write(file, "no", &["ssh-ed25519 AAAA \"me\"".to_owned()]).unwrap();
         let mut file = File::options().read(true).write(true).open(&path).unwrap();
         let volume = FileSystem::new(&mut file, FsOptions::new()).unwrap();
         assert_eq!(volume.volume_label_as_bytes(), b"cidata");
@@ -91,9 +90,7 @@ mod tests {
         let user = "#cloud-config\nuser:\n  name: hearth\nssh_authorized_keys:\n  - \"ssh-ed25519 AAAA \\\"me\\\"\"\n";
         assert_eq!(read("user-data"), user);
         let meta = read("meta-data");
-        assert!(meta.starts_with("instance-id: web-") && meta.ends_with("\nlocal-hostname: web\n"), "{meta}");
-        // What is there stays.
-        assert_eq!(create(&path, "web", &[]).unwrap_err().kind(), io::ErrorKind::AlreadyExists);
+        assert!(meta.starts_with("instance-id: \"no-") && meta.ends_with("\"\nlocal-hostname: \"no\"\n"), "{meta}");
     }
 
     #[test]
