@@ -1,6 +1,6 @@
 //! `set`: changes keys of a machine's file, and says when each takes effect.
 //!
-//! file -> edited text -> checked as `check` does -> replaced
+//! file -> edited text -> checked as `check` does -> when each change takes effect -> replaced
 
 use std::fs;
 use std::io::Write;
@@ -54,9 +54,16 @@ pub fn set(context: &mut Context<'_>, arguments: &SetArguments) -> Result<Exit, 
     if problems.iter().any(|problem| problem.is_error() && !problem.may_pass) {
         return Err(CliError::NotSet { file, problems });
     }
+    let effects = settings.iter().map(effect).collect::<Result<Vec<_>, _>>().map_err(wrong)?;
     replace(&file, &edited).map_err(unusable)?;
-    tell(context, &config, settings, &problems)?;
+    tell(context, &config, &effects, &problems)?;
     Ok(Exit::Done)
+}
+
+/// The setting, and when it takes effect.
+fn effect(setting: &Setting) -> Result<(&Setting, Effect), Vec<Problem>> {
+    let unknown = || vec![Problem::error(&setting.key, "no such key", "see docs/config.md")];
+    setting.effect().map(|effect| (setting, effect)).ok_or_else(unknown)
 }
 
 /// The file of a machine in its home, or of one that runs.
@@ -92,13 +99,13 @@ fn replace(file: &Path, text: &str) -> std::io::Result<()> {
 fn tell(
     context: &mut Context<'_>,
     config: &Config,
-    settings: &[Setting],
+    effects: &[(&Setting, Effect)],
     problems: &[Problem],
 ) -> Result<(), CliError> {
     let name = &config.name;
-    let effects = settings.iter().map(|setting| (setting, setting.effect().expect("the file's keys are all known")));
     if context.json {
         let changes = effects
+            .iter()
             .map(|(setting, effect)| Change { key: setting.key.clone(), takes_effect: effect.words() })
             .collect();
         return context.write_json(&Report { name, file: &config.file, changes, problems });
@@ -109,7 +116,7 @@ fn tell(
         context.write_line(&problem.to_string())?;
     }
     for (setting, effect) in effects {
-        let when = if runs { while_running(name, effect) } else { "takes effect at its next start".to_owned() };
+        let when = if runs { while_running(name, *effect) } else { "takes effect at its next start".to_owned() };
         context.write_line(&format!("{}: {when}", setting.words()))?;
     }
     Ok(())

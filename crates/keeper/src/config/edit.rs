@@ -14,9 +14,18 @@ pub fn edit(text: &str, settings: &[Setting]) -> Result<String, Vec<Problem>> {
     };
     settings.iter().try_fold(text.to_owned(), |text, setting| {
         let refuse = |what: &str, hint: &str| vec![Problem::error(&setting.key, what, hint)];
+        if Section::ALL.into_iter().any(|section| section.repeats() && section.table() == Some(&*setting.key)) {
+            return Err(refuse(
+                "repeated sections cannot be set as a whole",
+                "edit the file, or set a key of one section",
+            ));
+        }
         let Some(value) = &setting.value else {
             let document = Document::parse(&*text).map_err(no_toml)?;
-            setting.effect().ok_or_else(|| refuse("no such key", "a whole section is removed in the file itself"))?;
+            let is_key = setting.field().is_some();
+            is_key
+                .then_some(())
+                .ok_or_else(|| refuse("no such key", "a whole section is removed in the file itself"))?;
             return without(document, &setting.key)
                 .ok_or_else(|| refuse("is not in the file", "it has its default already"));
         };
@@ -105,12 +114,23 @@ impl Setting {
         }
     }
 
-    /// When the change takes effect while a guest runs. None: there is no such key.
+    /// When the change takes effect while a guest runs. A section changes with all its keys, and the slowest one decides. None:
+    /// there is no such key.
     pub fn effect(&self) -> Option<Effect> {
+        let below = format!("{}.", self.key);
+        let is_changed = |section: &Section| {
+            let table = section.table().unwrap_or_default();
+            table == self.key || table.starts_with(&below)
+        };
+        let fields = Section::ALL.into_iter().filter(is_changed).flat_map(Field::of_section);
+        fields.chain(self.field()).map(|field| field.effect).max()
+    }
+
+    fn field(&self) -> Option<&'static Field> {
         let (table, key) = self.key.rsplit_once('.').map_or((None, &*self.key), |(table, key)| (Some(table), key));
         let table = table.map(|table| table.split('[').next().unwrap_or(table));
         let section = Section::ALL.into_iter().find(|section| section.table() == table)?;
-        Field::of_section(section).find(|field| field.key == key).map(|field| field.effect)
+        Field::of_section(section).find(|field| field.key == key)
     }
 }
 
@@ -171,6 +191,9 @@ mod tests {
         let refused = |text: &str, setting: &str| edit(text, &[Setting::parse(setting).unwrap()]).unwrap_err();
         assert!(refused(FILE, "disks[2].path=c")[0].to_string().contains("no such section"));
         assert!(refused(FILE, "cpus.x=1")[0].to_string().contains("no such section"));
+        for setting in ["nets=[]", "disks=[{ path = \"/srv/c\" }]", "nvram={}"] {
+            assert!(refused(FILE, setting)[0].to_string().contains("cannot be set as a whole"), "{setting}");
+        }
         assert!(refused("cpus =", "cpus=2")[0].to_string().contains("correct it first"));
     }
 
@@ -180,6 +203,10 @@ mod tests {
         assert_eq!(effect("cpus=2"), Some(Effect::WithNextGuest));
         assert_eq!(effect("disks[1].path=/x"), Some(Effect::WithNextStart));
         assert_eq!(effect("remount.ready.port=81"), Some(Effect::AtTakeOver));
+        assert_eq!(effect("boot={firmware=\"bios\"}"), Some(Effect::WithNextGuest));
+        assert_eq!(effect("remount.ready={ port = 8080 }"), Some(Effect::AtTakeOver));
+        let keys = [Section::Remount, Section::Ready].into_iter().flat_map(Field::of_section);
+        assert_eq!(effect("remount={ready={port=81}}"), keys.map(|field| field.effect).max());
         assert_eq!(effect("cpuz=2"), None);
     }
 }
