@@ -178,7 +178,7 @@ fn is_systemd_in_charge() -> bool {
 
 /// Runs `systemctl start`, which waits for as long as the unit takes. libvirt waits for its hook without a limit.
 fn start_unit(systemctl: &mut Command, domain: &str, patience: Duration) -> Result<(), String> {
-    let unit = format!("hearth@{domain}");
+    let unit = format!("hearth@{domain}.service");
     match bounded::run(systemctl.args(["start", &unit]), patience) {
         Ok(Finished { status: None, .. }) => {
             Err(format!("is not ready after {} s: see `systemctl status {unit}`", patience.as_secs()))
@@ -232,7 +232,7 @@ mod tests {
         };
         assert_eq!(
             start("exec sleep 1000", 1).unwrap_err(),
-            "is not ready after 1 s: see `systemctl status hearth@web`"
+            "is not ready after 1 s: see `systemctl status hearth@web.service`"
         );
         assert!(start("exit 1", 60).unwrap_err().starts_with("does not start"));
         assert!(start("exit 0", 60).is_ok());

@@ -1,6 +1,6 @@
 //! `start`, `enable` and `disable`: a machine as a unit of systemd, of the system for root and of the user for others.
 //!
-//! machine -> checked -> `systemctl [--user] VERB hearth@NAME`
+//! machine -> checked -> `systemctl [--user] VERB hearth@NAME.service`
 //!
 //! `stop` is not among these: it asks the machine's keeper, whoever started that. The unit ends with the keeper.
 
@@ -114,7 +114,8 @@ impl Manager {
 }
 
 fn unit(home: &Home) -> String {
-    format!("hearth@{}", home.name())
+    // Systemctl takes a name that ends as a unit's does (`web.service`) as complete.
+    format!("hearth@{}.service", home.name())
 }
 
 fn foreground(home: &Home) -> String {
@@ -211,10 +212,10 @@ mod tests {
     #[test]
     fn units_belong_to_the_system_or_to_the_user() {
         let (words, said) = check(Verb::Enable, false, "no", "exit 0");
-        assert_eq!(words, "--quiet enable hearth@web");
+        assert_eq!(words, "--quiet enable hearth@web.service");
         assert_eq!(said.unwrap(), "web starts with the host from now on; to start it now: `hearth start web`\n");
         let (words, said) = check(Verb::Disable, true, "no", "exit 0");
-        assert_eq!(words, "--user --quiet disable hearth@web");
+        assert_eq!(words, "--user --quiet disable hearth@web.service");
         assert_eq!(said.unwrap(), "web no longer starts with the host\n");
     }
 
@@ -222,7 +223,7 @@ mod tests {
     fn user_must_linger_to_enable() {
         let (words, said) = check(Verb::Enable, true, "no", "exit 0");
         assert!(words.is_empty() && said.unwrap_err().contains("`loginctl enable-linger`"), "{words}");
-        assert_eq!(check(Verb::Enable, true, "yes", "exit 0").0, "--user --quiet enable hearth@web");
+        assert_eq!(check(Verb::Enable, true, "yes", "exit 0").0, "--user --quiet enable hearth@web.service");
     }
 
     #[test]
@@ -237,7 +238,7 @@ mod tests {
         assert!(unreachable.contains("cannot reach your systemd (Failed to connect to bus: No medium found)"));
         let other = said(true, "Job for hearth@web.service failed.");
         assert!(
-            other.contains("failed: Job for hearth@web.service failed. `journalctl --user -u hearth@web`"),
+            other.contains("failed: Job for hearth@web.service failed. `journalctl --user -u hearth@web.service`"),
             "{other}"
         );
     }
