@@ -18,6 +18,12 @@ pub struct Home {
 }
 
 impl Home {
+    /// Whether this user has a place for machines. Under a user without one, that would be a folder that all users share.
+    pub fn is_known() -> bool {
+        let given = ["XDG_CONFIG_HOME", "XDG_STATE_HOME"].map(given);
+        rustix::process::geteuid().is_root() || has_place(&given, home_folder().as_deref())
+    }
+
     /// Of the machine of this name, whether it exists or not. `name`: a valid one.
     pub fn of(name: &str) -> Self {
         Self { name: name.to_owned(), configurations: configurations(), folder: state_folder(name) }
@@ -25,7 +31,7 @@ impl Home {
 
     /// Names of all machines that have a configuration here, sorted.
     pub fn names() -> Vec<String> {
-        names_in(&configurations())
+        if Self::is_known() { names_in(&configurations()) } else { Vec::new() }
     }
 
     /// The homes of all other machines that have a configuration beside this one's, sorted by name.
@@ -98,8 +104,39 @@ pub fn state_folder(machine: &str) -> PathBuf {
     parent.join("hearth").join(machine)
 }
 
-/// A base folder of this user. Relative paths are invalid there.
+/// A base folder of this user.
 fn of_user(variable: &str, default: &str) -> PathBuf {
-    let given = std::env::var_os(variable).map(PathBuf::from).filter(|path| path.is_absolute());
-    given.unwrap_or_else(|| std::env::home_dir().unwrap_or_else(|| "/var/tmp".into()).join(default))
+    given(variable).unwrap_or_else(|| home_folder().unwrap_or_else(|| "/var/tmp".into()).join(default))
+}
+
+/// The folder in this variable. Relative paths are invalid there.
+fn given(variable: &str) -> Option<PathBuf> {
+    std::env::var_os(variable).map(PathBuf::from).filter(|path| path.is_absolute())
+}
+
+/// `given`: the folders of configurations and of states.
+fn has_place(given: &[Option<PathBuf>; 2], home: Option<&Path>) -> bool {
+    home.is_some() || given.iter().all(Option::is_some)
+}
+
+fn home_folder() -> Option<PathBuf> {
+    std::env::home_dir().filter(|path| path.is_absolute())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn user_without_home_needs_both_folders() {
+        let folder = || Some(PathBuf::from("/srv/x"));
+        for (given, home, expect) in [
+            ([None, None], folder(), true),
+            ([folder(), folder()], None, true),
+            ([folder(), None], None, false),
+            ([None, None], None, false),
+        ] {
+            assert_eq!(has_place(&given, home.as_deref()), expect, "{given:?}, {home:?}");
+        }
+    }
 }

@@ -759,12 +759,15 @@ fn perform(verb: Verb, json: bool, root: Option<PathBuf>, out: &mut dyn Write) -
 
 /// The home of a machine of this name.
 fn home(name: &str) -> Result<Home, CliError> {
-    match is_name(name) {
-        true => Ok(Home::of(name)),
-        false => {
-            Err(CliError::Machine { name: name.to_owned(), what: format!("is not a valid name; {}", name_hint()) })
-        }
+    let refuse = |what: String| Err(CliError::Machine { name: name.to_owned(), what });
+    if !is_name(name) {
+        return refuse(format!("is not a valid name; {}", name_hint()));
     }
+    if !Home::is_known() {
+        let remedy = "set HOME, or XDG_CONFIG_HOME and XDG_STATE_HOME";
+        return refuse(format!("this user has no home directory for its files; {remedy}"));
+    }
+    Ok(Home::of(name))
 }
 
 /// The home of a machine that has a configuration there.
