@@ -37,7 +37,8 @@ pub struct NewArguments {
     name: String,
     /// Disk image to start from; it is only read.
     ///
-    /// A file in the format raw or qcow2, such as a distribution's cloud image. It must stay where it is, and as it is.
+    /// A file in the format raw or qcow2 without a backing image, such as a distribution's cloud image. It must stay where it is,
+    /// and as it is.
     #[arg(long, value_name = "FILE")]
     image: PathBuf,
     /// Public key that may log in as the user hearth.
