@@ -6,7 +6,7 @@
 
 use std::collections::VecDeque;
 use std::fs::{self, File, OpenOptions};
-use std::io::{self, Write};
+use std::io::{self, Read, Seek, SeekFrom, Write};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
@@ -21,6 +21,8 @@ use crate::cli::describe;
 const RING_RECORDS: usize = 4096;
 /// Size at which a new file starts. At most twice this is kept.
 const FILE_BYTES_MAX: u64 = 4 << 20;
+/// Part of a file that is read to learn how a keeper ended: hundreds of records. A whole file takes 50 ms to parse.
+const TAIL_BYTES: u64 = 64 << 10;
 pub const FILE_NAME: &str = "events.jsonl";
 const OLD_FILE_NAME: &str = "events.old.jsonl";
 
@@ -344,6 +346,37 @@ pub fn read_file(runtime_folder: &Path) -> io::Result<Vec<EventRecord>> {
     Ok(records_in(text_of_both(runtime_folder)?.split(is_newline)))
 }
 
+/// The error that ended the machine's last keeper. None: it ended otherwise, or its log does not say.
+pub fn last_failure(runtime_folder: &Path) -> Option<String> {
+    let tail = |name| tail_of(runtime_folder, name).unwrap_or_default();
+    let text = [tail(OLD_FILE_NAME), tail(FILE_NAME)].join(&b'\n');
+    failure_in(&records_in(text.split(is_newline)))
+}
+
+fn failure_in(records: &[EventRecord]) -> Option<String> {
+    let is_start = |record: &&EventRecord| matches!(record.event, EventKind::Started { .. });
+    let of_last_keeper = || records.iter().rev().take_while(|record| !is_start(record)).map(|record| &record.event);
+    let state = of_last_keeper().find_map(|event| match event {
+        EventKind::StateChanged { to, .. } => Some(*to),
+        _ => None,
+    });
+    let error = |event: &EventKind| match event {
+        EventKind::Error { message } => Some(message.clone()),
+        _ => None,
+    };
+    if state == Some(MachineState::Failed) { of_last_keeper().find_map(error) } else { None }
+}
+
+/// The last `TAIL_BYTES` of a file. Its first line may be torn.
+fn tail_of(runtime_folder: &Path, name: &str) -> io::Result<Vec<u8>> {
+    let mut file = File::open(runtime_folder.join(name))?;
+    let bytes = file.metadata()?.len();
+    file.seek(SeekFrom::Start(bytes.saturating_sub(TAIL_BYTES)))?;
+    let mut tail = Vec::new();
+    file.take(TAIL_BYTES).read_to_end(&mut tail)?;
+    Ok(tail)
+}
+
 /// Nothing if there is no such file.
 fn text_of(runtime_folder: &Path, name: &str) -> io::Result<Vec<u8>> {
     match fs::read(runtime_folder.join(name)) {
@@ -421,6 +454,34 @@ mod tests {
         assert_eq!(sequences(&records), [6, 7, 8, 9, 10]);
         assert_eq!(sequences(&log.since(8)), [9, 10]);
         assert_eq!(sequences(&log.since(10)), [0; 0]);
+    }
+
+    #[test]
+    fn keepers_last_error_is_found_in_its_log() {
+        let folder = tempfile::tempdir().unwrap();
+        let log = EventLog::open("web", folder.path()).unwrap();
+        let error = |message: &str| log.record(EventKind::Error { message: message.into() });
+        let start = || log.record(EventKind::Started { pid: 1, version: "1".into() });
+        let check = |expect: Option<&str>| assert_eq!(last_failure(folder.path()).as_deref(), expect);
+        check(None);
+        numbered(&log, 2000);
+        start();
+        log.record_state(MachineState::Running);
+        error("the agent is silent");
+        numbered(&log, 1);
+        check(None);
+        error("disk full");
+        log.record_state(MachineState::Failed);
+        log.record(EventKind::DumpIncomplete { file: "/dump".into(), why: "ended".into() });
+        check(Some("disk full"));
+        start();
+        check(None);
+        error("no such image");
+        check(None);
+        log.record_state(MachineState::Starting);
+        log.record_state(MachineState::Stopped);
+        error("cannot save the boot set");
+        check(None);
     }
 
     #[test]

@@ -311,6 +311,8 @@ pub struct Seen<'a> {
     pub silent: bool,
     /// The guest is parked in memory.
     pub parked: bool,
+    /// The last keeper ended with an error, and nothing is left of the machine.
+    pub failed: bool,
 }
 
 /// All metrics that `hearth host` has in addition, in the order of the text.
@@ -331,6 +333,11 @@ static HOST_METRICS: &[HostMetric] = &[
         fact: |seen| seen.silent,
     },
     HostMetric { name: "hearth_guest_parked", meaning: "1 if the guest is parked in memory", fact: |seen| seen.parked },
+    HostMetric {
+        name: "hearth_machine_failed",
+        meaning: "1 if an error ended the machine's last keeper, and no keeper and no guest is there since",
+        fact: |seen| seen.failed,
+    },
 ];
 
 /// The status of one machine in Prometheus' text format.
@@ -519,7 +526,7 @@ mod tests {
     fn samples_of_all_machines_are_together() {
         let (web, mut db) = (sample::status(), sample::status());
         db.name = "db".into();
-        let seen = |name, status| Seen { name, status, orphaned: false, silent: false, parked: false };
+        let seen = |name, status| Seen { name, status, orphaned: false, silent: false, parked: false, failed: false };
         let text = text_of_host(&[seen("web", Some(&web)), seen("db", Some(&db)), seen("dead", None)]);
         let families: Vec<&str> = text.lines().filter_map(|line| line.strip_prefix("# TYPE ")).collect();
         assert_eq!(families.len(), METRICS.len() + HOST_METRICS.len());
@@ -549,7 +556,8 @@ mod tests {
             return;
         };
         let status = sample::status();
-        let seen = Seen { name: "web", status: Some(&status), orphaned: false, silent: false, parked: false };
+        let seen =
+            Seen { name: "web", status: Some(&status), orphaned: false, silent: false, parked: false, failed: false };
         let text = text_of_host(&[seen]);
         std::io::Write::write_all(&mut promtool.stdin.take().unwrap(), text.as_bytes()).unwrap();
         let output = promtool.wait_with_output().unwrap();

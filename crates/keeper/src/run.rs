@@ -8,7 +8,7 @@ use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use hearth_api::{EventKind, Order};
+use hearth_api::{EventKind, MachineState, Order};
 use hearth_qemu::{Accelerator, AcceleratorChoice, Binary, BinaryError, accelerator};
 use hearth_recovery::journal::QemuIdentity;
 use rustix::fs::Mode;
@@ -144,15 +144,20 @@ fn keep(
         notify(&Notice::Ready);
         notify(&Notice::Status(status.to_owned()));
     };
+    let record = |error: &MachineError| {
+        event_log.record(EventKind::Error { message: crate::chain(error) });
+        event_log.record_state(MachineState::Failed);
+    };
     let ended = match owner {
         Owner::Hearth => {
             let ready = || {
                 tracing::info!("{reach}");
                 tell_ready("its guest is running");
             };
-            Machine::begin(context).and_then(|machine| machine.run(&events, ready))
+            Machine::begin(context).inspect_err(record).and_then(|machine| machine.run(&events, ready))
         }
         Owner::Libvirt => Attached::begin(context)
+            .inspect_err(record)
             .and_then(|attached| attached.run(&events, || tell_ready("ready to serve the domain's disks"))),
     };
     // Requests that arrive too late are refused now, not after their timeout.

@@ -6,6 +6,7 @@ use std::net::TcpStream;
 use std::os::unix::net::UnixListener;
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
+use std::time::{Duration, Instant};
 
 use hearth_disk::block::{BLOCK_BYTES, DiskId};
 use hearth_disk::boot_set::BootSet;
@@ -140,6 +141,30 @@ fn failed_start_keeps_the_saved_boot_set() {
         assert_eq!(saved::load(&saved_set, &found, &noted).unwrap().map(|loaded| loaded.blocks), Some(1));
         saved::save(&saved_set, &found, &noted).unwrap();
     }
+}
+
+#[test]
+fn machine_that_failed_to_start_is_in_the_hosts_metrics() {
+    let root = tempfile::tempdir().unwrap();
+    let [image, file, textfile] = ["disk.raw", "failing.toml", "hearth.prom"].map(|name| root.path().join(name));
+    fs::write(&image, vec![1; 1 << 20]).unwrap();
+    let text =
+        "name = \"failing\"\nmemory = \"128MiB\"\naccelerator = \"tcg\"\nextra_qemu_args = [\"-no-such-option\"]\n";
+    fs::write(&file, format!("{text}[[disks]]\npath = {image:?}\n")).unwrap();
+    assert!(!hearth(root.path(), &["run", file.to_str().unwrap()]).status.success());
+    let mut host = Command::new(env!("CARGO_BIN_EXE_hearth"));
+    host.args(["host", "--textfile", textfile.to_str().unwrap()]);
+    let mut host =
+        host.env("HEARTH_RUNTIME_ROOT", root.path()).env("PATH", "/nowhere").stderr(Stdio::null()).spawn().unwrap();
+    let deadline = Instant::now() + Duration::from_secs(60);
+    while !textfile.exists() && Instant::now() < deadline {
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    let metrics = fs::read_to_string(&textfile);
+    host.kill().unwrap();
+    host.wait().unwrap();
+    let metrics = metrics.unwrap();
+    assert!(metrics.contains("\nhearth_machine_failed{machine=\"failing\"} 1\n"), "{metrics}");
 }
 
 #[test]

@@ -171,6 +171,7 @@ impl Known {
             why: Some("the keeper has not answered yet".to_owned()),
             orphaned: false,
             parked: None,
+            failure: None,
             silent: true,
         };
         let listed = self.listed.clone().unwrap_or_else(unseen);

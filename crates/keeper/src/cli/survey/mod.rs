@@ -21,6 +21,7 @@ use super::parked::{self, ParkedGuest};
 use crate::attachment::Attachment;
 use crate::check::life;
 use crate::client::Client;
+use crate::event_log::last_failure;
 use crate::host_reload::Record;
 use crate::runtime_root::RuntimeRoot;
 
@@ -39,6 +40,9 @@ pub struct Listed {
     pub orphaned: bool,
     /// The guest is parked in memory, without QEMU and keeper.
     pub parked: Option<ParkedGuest>,
+    /// The error that ended the last keeper, if nothing is left of the machine.
+    #[serde(skip)]
+    pub failure: Option<String>,
     /// A keeper lives, but does not answer.
     #[serde(skip)]
     pub silent: bool,
@@ -71,7 +75,15 @@ pub fn look_at_all(root: &RuntimeRoot) -> Vec<Listed> {
 /// Asks a machine's keeper for its status, and looks at its files if there is no answer.
 pub fn look(root: &RuntimeRoot, record: Option<&Record>, name: String) -> Listed {
     match Client::new(root.api_socket(&name)).with_patience(PATIENCE).status() {
-        Ok(status) => Listed { name, status: Some(status), why: None, orphaned: false, parked: None, silent: false },
+        Ok(status) => Listed {
+            name,
+            status: Some(status),
+            why: None,
+            orphaned: false,
+            parked: None,
+            failure: None,
+            silent: false,
+        },
         Err(error) => {
             let folder = root.machine(&name);
             let orphaned = life::orphaned_qemu(&folder).is_some();
@@ -79,7 +91,9 @@ pub fn look(root: &RuntimeRoot, record: Option<&Record>, name: String) -> Listed
             // A keeper that does not answer yet may be about to resume it.
             let waits = error.is_refusal(ErrorWord::MachineEnded) || !orphaned && !silent;
             let parked = if waits { parked::find(root, record, &name) } else { None };
-            Listed { name, status: None, why: Some(error.to_string()), orphaned, parked, silent }
+            let is_gone = !orphaned && !silent && parked.is_none();
+            let failure = if is_gone { last_failure(&folder) } else { None };
+            Listed { name, status: None, why: Some(error.to_string()), orphaned, parked, failure, silent }
         }
     }
 }

@@ -152,6 +152,9 @@ fn state(machine: &Machine) -> (String, Tone, Option<String>) {
     if let Some(parked) = &listed.parked {
         return ("parked".to_owned(), Tone::Off, Some(format!("since {}", parked.since)));
     }
+    if let Some(failure) = &listed.failure {
+        return ("failed".to_owned(), Tone::Bad, Some(failure.clone()));
+    }
     ("off".to_owned(), Tone::Off, None)
 }
 
@@ -269,9 +272,32 @@ fn commands(machine: &Machine, tone: Tone, hearth: &str) -> Vec<Command> {
 
 #[cfg(test)]
 mod tests {
+    use hearth_api::EventKind;
+
     use super::*;
+    use crate::cli::host::web::metrics_text;
     use crate::cli::survey::Collector;
     use crate::cli::survey::fake::Keepers;
+    use crate::event_log::EventLog;
+
+    #[test]
+    fn machine_that_failed_is_red_and_says_why() {
+        let keepers = Keepers::start(&[]);
+        let folder = keepers.root().machine("web");
+        std::fs::create_dir(&folder).unwrap();
+        let view = || View::of(&Collector::new(keepers.root()).survey(), &keepers.root()).machines[0].clone();
+        assert_eq!((view().state.as_str(), view().tone), ("off", Tone::Off));
+        let log = EventLog::open("web", &folder).unwrap();
+        log.record(EventKind::Error { message: "disk vda: no such file".to_owned() });
+        log.record_state(MachineState::Failed);
+        let web = view();
+        assert_eq!(
+            (web.state.as_str(), web.tone, web.why.as_deref()),
+            ("failed", Tone::Bad, Some("disk vda: no such file"))
+        );
+        let metrics = metrics_text(&Collector::new(keepers.root()));
+        assert!(metrics.contains("hearth_machine_failed{machine=\"web\"} 1\n"), "{metrics}");
+    }
 
     #[test]
     fn view_shows_what_is_going_on_and_the_next_command() {

@@ -184,6 +184,7 @@ impl Attached {
             self.tell_state();
             if let Err(error) = handled {
                 self.context.record(EventKind::Error { message: crate::chain(&error) });
+                self.context.outside.event_log.record_state(MachineState::Failed);
                 self.crash_recovery.dumps.give_up_for("its keeper ended, and the dead guest's memory with it");
                 self.end(DiskServer::abandon);
                 return Err(error);

@@ -193,6 +193,7 @@ fn seen(machine: &crate::cli::survey::Machine) -> metrics::Seen<'_> {
         orphaned: listed.orphaned,
         silent: machine.silent_for.is_some(),
         parked: listed.parked.is_some(),
+        failed: listed.failure.is_some(),
     }
 }
 
