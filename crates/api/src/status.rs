@@ -101,6 +101,9 @@ pub struct RefillStatus {
     pub map_bytes: u64,
     /// Bytes of the map's disk that guests have read since the keeper started to serve it.
     pub read_bytes: u64,
+    /// The part of `read_bytes` that the current incarnation has read. None: it is older than the keeper.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub incarnation_read_bytes: Option<u64>,
 }
 
 /// A disk backed by host memory.

@@ -44,7 +44,7 @@ enum Values {
     /// From a restored guest.
     Restore(fn(&RestoreStatus) -> f64),
     /// From a machine with a cache map.
-    Refill(fn(&RefillStatus) -> f64),
+    Refill(fn(&RefillStatus) -> Option<f64>),
     /// Label `percentile`.
     Faults,
     /// One value per state, 1 for the current one.
@@ -213,13 +213,19 @@ pub static METRICS: &[Metric] = &[
         name: "hearth_refill_map_bytes",
         kind: Kind::Gauge,
         meaning: "Size of the list of what the last guest had in its page cache; 0 if there is none yet",
-        values: Values::Refill(|refill| refill.map_bytes as f64),
+        values: Values::Refill(|refill| Some(refill.map_bytes as f64)),
     },
     Metric {
         name: "hearth_refill_read_bytes_total",
         kind: Kind::Counter,
         meaning: "Bytes of that list's disk that guests have read",
-        values: Values::Refill(|refill| refill.read_bytes as f64),
+        values: Values::Refill(|refill| Some(refill.read_bytes as f64)),
+    },
+    Metric {
+        name: "hearth_refill_incarnation_read_bytes",
+        kind: Kind::Gauge,
+        meaning: "The part of it that the current incarnation has read; no value if it is older than the keeper",
+        values: Values::Refill(|refill| refill.incarnation_read_bytes.map(|bytes| bytes as f64)),
     },
     restore("hearth_restore_complete", "1 if all of the snapshot's memory is loaded", |restore| {
         f64::from(u8::from(restore.complete))
@@ -390,7 +396,7 @@ impl Metric {
             Values::Sometimes(value) => value(status).into_iter().for_each(|value| sample(&[], value)),
             Values::LastDump(value) => status.dumps.last().into_iter().for_each(|dump| sample(&[], value(dump))),
             Values::Restore(value) => status.restore.iter().for_each(|restore| sample(&[], value(restore))),
-            Values::Refill(value) => status.refill.iter().for_each(|refill| sample(&[], value(refill))),
+            Values::Refill(value) => status.refill.iter().filter_map(value).for_each(|value| sample(&[], value)),
             Values::Faults => {
                 let restore = status.restore.iter();
                 let percentiles = restore.flat_map(|now| [("50", now.fault_us_p50), ("99", now.fault_us_p99)]);
@@ -571,6 +577,7 @@ mod tests {
         status.qemu = None;
         status.last_recovery = None;
         status.restore = None;
+        status.refill = status.refill.map(|refill| RefillStatus { incarnation_read_bytes: None, ..refill });
         status.disks[0].arrival = None;
         let text = text(&status);
         for name in [
@@ -578,6 +585,7 @@ mod tests {
             "hearth_recovery_duration_seconds",
             "hearth_recovery_phase_seconds",
             "hearth_restore",
+            "hearth_refill_incarnation_read_bytes",
             "hearth_disk_missing_bytes",
         ] {
             assert!(!text.contains(name), "{name}");

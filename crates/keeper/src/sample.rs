@@ -85,7 +85,7 @@ pub fn status() -> MachineStatus {
             PendingChange { key: "disks.root.queues".into(), until: PendingUntil::NextStart },
         ],
         restore: Some(restore()),
-        refill: Some(RefillStatus { map_bytes: 70_000, read_bytes: 74_096 }),
+        refill: Some(RefillStatus { map_bytes: 70_000, read_bytes: 74_096, incarnation_read_bytes: Some(74_096) }),
     }
 }
 

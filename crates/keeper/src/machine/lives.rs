@@ -236,6 +236,7 @@ impl Machine {
         self.context.journal.write_through.clear();
         self.saves.forget_frozen(&mut self.context);
         self.context.outside.event_log.set_incarnation(self.context.journal.incarnation);
+        self.warm_reboot.begin_incarnation(&self.disks);
         let tracked = self.context.config.memory.ember == EmberMode::On;
         let (folder, ram_bytes) = (&self.context.folders.memory, self.context.config.guest.memory_bytes);
         Ok(Incarnation::create(folder, self.context.journal.incarnation, ram_bytes, tracked)?)

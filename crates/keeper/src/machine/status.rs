@@ -88,6 +88,12 @@ impl Disks {
     }
 }
 
+/// Bytes of the cache map's disk that guests have read since it is served.
+pub fn cache_map_read_bytes(disks: &Disks) -> u64 {
+    let server = disks.servers.iter().find(|server| server.name() == CACHE_MAP);
+    server.map_or(0, |server| server.counters().bytes_read_image)
+}
+
 impl WarmReboot {
     pub fn memory_status(&self, context: &Context, admission: Option<AdmissionStatus>) -> MemoryStatus {
         let usage = self.monitor.usage();
@@ -113,9 +119,9 @@ impl WarmReboot {
     /// None: the machine has no cache map.
     pub fn refill_status(&self, disks: &Disks) -> Option<RefillStatus> {
         let map_bytes = self.cache_map_bytes()?;
-        let server = disks.servers.iter().find(|server| server.name() == CACHE_MAP);
-        let read_bytes = server.map_or(0, |server| server.counters().bytes_read_image);
-        Some(RefillStatus { map_bytes, read_bytes })
+        let read_bytes = cache_map_read_bytes(disks);
+        let incarnation_read_bytes = self.read_before.map(|before| read_bytes.saturating_sub(before));
+        Some(RefillStatus { map_bytes, read_bytes, incarnation_read_bytes })
     }
 
     pub fn ember_status(&self, context: &Context) -> EmberStatus {

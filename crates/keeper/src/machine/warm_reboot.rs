@@ -20,6 +20,7 @@ use hearth_recovery::warm_reboot::{Phase, RebootContext};
 use super::cache_map::{Awaited, CacheMapFile, Reading};
 use super::disks::Disks;
 use super::memory_monitor::{Kept, MemoryMonitor};
+use super::status::cache_map_read_bytes;
 use super::timeline::LastRecovery;
 use super::{Context, DRAIN_PATIENCE, MachineError, dump};
 use crate::config::{AdmissionMode, Config};
@@ -40,6 +41,8 @@ pub struct WarmReboot {
     cache_map: Option<Arc<CacheMapFile>>,
     /// The reading of the last guest's map, while the machine stops.
     keeping: Option<Reading>,
+    /// Bytes of the cache map's disk that earlier incarnations have read under this keeper. None: the current one is older than that.
+    pub read_before: Option<u64>,
 }
 
 impl WarmReboot {
@@ -60,7 +63,7 @@ impl WarmReboot {
             let _ = tell.send(Event::Memory(message));
         })
         .map_err(MachineError::MemoryMonitor)?;
-        Ok(Self { tagger, ember, sources, budget, monitor, cache_map, keeping: None })
+        Ok(Self { tagger, ember, sources, budget, monitor, cache_map, keeping: None, read_before: None })
     }
 
     pub fn handle_memory(&self, context: &Context, disks: &Disks, recovery: &mut LastRecovery, message: MemoryMessage) {
@@ -149,6 +152,11 @@ impl WarmReboot {
         if let Some(file) = &self.cache_map {
             file.forget_kept();
         }
+    }
+
+    /// Counts what the next incarnation reads of the cache map. Call it before its guest runs.
+    pub fn begin_incarnation(&mut self, disks: &Disks) {
+        self.read_before = Some(cache_map_read_bytes(disks));
     }
 
     /// There was no guest to take over, so an earlier keeper's map is not of pages in memory.

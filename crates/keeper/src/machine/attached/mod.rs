@@ -440,6 +440,7 @@ impl Attached {
         self.context.journal.incarnation += 1;
         self.context.journal.write_through.clear();
         self.context.outside.event_log.set_incarnation(self.context.journal.incarnation);
+        self.warm_reboot.begin_incarnation(&self.disks);
     }
 
     /// Notes a QEMU for the next keeper, before its guest can use the disks.
