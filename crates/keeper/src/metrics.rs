@@ -40,7 +40,8 @@ enum Values {
     Machine(fn(&MachineStatus) -> f64),
     /// None if the value does not exist now; then no line is written.
     Sometimes(fn(&MachineStatus) -> Option<f64>),
-    LastDump(fn(&DumpStatus) -> f64),
+    /// From the dump that is under way, or else the last one.
+    Dump(fn(&DumpStatus) -> f64),
     /// From a restored guest.
     Restore(fn(&RestoreStatus) -> f64),
     /// From a machine with a cache map.
@@ -64,7 +65,7 @@ enum Values {
 impl Values {
     fn labels(&self) -> &'static [&'static str] {
         match self {
-            Self::Machine(_) | Self::Sometimes(_) | Self::LastDump(_) | Self::Restore(_) | Self::Refill(_) => &[],
+            Self::Machine(_) | Self::Sometimes(_) | Self::Dump(_) | Self::Restore(_) | Self::Refill(_) => &[],
             Self::Faults => &["percentile"],
             Self::States => &["state"],
             Self::Refused => &["reason"],
@@ -79,9 +80,9 @@ const fn gauge(name: &'static str, meaning: &'static str, value: fn(&MachineStat
     Metric { name, kind: Kind::Gauge, meaning, values: Values::Machine(value) }
 }
 
-/// A metric of the last dump.
+/// A metric of the dump that is under way, or else the last one.
 const fn dump(name: &'static str, meaning: &'static str, value: fn(&DumpStatus) -> f64) -> Metric {
-    Metric { name, kind: Kind::Gauge, meaning, values: Values::LastDump(value) }
+    Metric { name, kind: Kind::Gauge, meaning, values: Values::Dump(value) }
 }
 
 /// A metric of the current incarnation, if it was restored from a snapshot.
@@ -91,6 +92,16 @@ const fn restore(name: &'static str, meaning: &'static str, value: fn(&RestoreSt
 
 const fn disk(name: &'static str, meaning: &'static str, value: fn(&DiskStatus) -> f64) -> Metric {
     Metric { name, kind: Kind::Counter, meaning, values: Values::Disks(value) }
+}
+
+fn is_under_way(dump: &DumpStatus) -> bool {
+    matches!(dump.state, DumpState::Planning | DumpState::Writing)
+}
+
+/// The dump that is under way, or else the last one that was.
+fn current_dump(status: &MachineStatus) -> Option<&DumpStatus> {
+    let last = || status.dumps.iter().rfind(|dump| dump.state != DumpState::Queued);
+    status.dumps.iter().find(|dump| is_under_way(dump)).or_else(last)
 }
 
 /// All metrics of a machine, in the order of the text.
@@ -175,14 +186,18 @@ pub static METRICS: &[Metric] = &[
     gauge("hearth_dumps_waiting", "Dumps that wait for `hearth dump --resume` or `--discard`", |status| {
         status.dumps.iter().filter(|dump| dump.state == DumpState::Waiting).count() as f64
     }),
-    gauge("hearth_dumps_running", "Dumps that are being written or prepared", |status| {
-        let running = |dump: &&DumpStatus| !dump.state.is_over() && dump.state != DumpState::Waiting;
-        status.dumps.iter().filter(running).count() as f64
+    gauge("hearth_dumps_queued", "Dumps that wait for another dump to end", |status| {
+        status.dumps.iter().filter(|dump| dump.state == DumpState::Queued).count() as f64
     }),
-    dump("hearth_dump_pages", "Pages that belong in the last dump", |dump| dump.pages as f64),
-    dump("hearth_dump_written_pages", "Pages written to the last dump's file", |dump| dump.pages_written as f64),
-    dump("hearth_dump_written_bytes", "Bytes written to the last dump's file", |dump| dump.written_bytes as f64),
-    dump("hearth_dump_duration_seconds", "Duration of the last dump, so far or in all", |dump| dump.duration_s),
+    gauge("hearth_dumps_running", "Dumps that are being written or prepared", |status| {
+        status.dumps.iter().filter(|dump| is_under_way(dump)).count() as f64
+    }),
+    dump("hearth_dump_pages", "Pages that belong in the dump that is under way, or else in the last one", |dump| {
+        dump.pages as f64
+    }),
+    dump("hearth_dump_written_pages", "Pages written to that dump's file", |dump| dump.pages_written as f64),
+    dump("hearth_dump_written_bytes", "Bytes written to that dump's file", |dump| dump.written_bytes as f64),
+    dump("hearth_dump_duration_seconds", "Duration of that dump, so far or in all", |dump| dump.duration_s),
     gauge("hearth_ledger_pages", "Guest pages whose disk block the ledger knows", |status| status.ledger_pages as f64),
     gauge("hearth_ember_kept_pages", "Ember pages kept when the last incarnation ended", |status| {
         status.ember.pages_kept as f64
@@ -394,7 +409,7 @@ impl Metric {
         match &self.values {
             Values::Machine(value) => sample(&[], value(status)),
             Values::Sometimes(value) => value(status).into_iter().for_each(|value| sample(&[], value)),
-            Values::LastDump(value) => status.dumps.last().into_iter().for_each(|dump| sample(&[], value(dump))),
+            Values::Dump(value) => current_dump(status).into_iter().for_each(|dump| sample(&[], value(dump))),
             Values::Restore(value) => status.restore.iter().for_each(|restore| sample(&[], value(restore))),
             Values::Refill(value) => status.refill.iter().filter_map(value).for_each(|value| sample(&[], value)),
             Values::Faults => {
@@ -526,6 +541,24 @@ mod tests {
         ] {
             assert!(text.lines().any(|found| found == line), "no line {line} in\n{text}");
         }
+    }
+
+    #[test]
+    fn dump_under_way_is_reported_while_another_is_queued() {
+        let mut status = sample::status();
+        let queued = DumpStatus { state: DumpState::Queued, pages_written: 0, ..sample::dump() };
+        let complete = DumpStatus { state: DumpState::Complete, pages_written: 7, ..sample::dump() };
+        status.dumps = vec![complete.clone(), sample::dump(), queued.clone()];
+        let check = |status: &MachineStatus, queued: u32, running: u32, written: u32| {
+            let text = text(status);
+            for (metric, value) in [("s_queued", queued), ("s_running", running), ("_written_pages", written)] {
+                let line = format!("hearth_dump{metric}{{machine=\"web\"}} {value}\n");
+                assert!(text.contains(&line), "no line {line} in\n{text}");
+            }
+        };
+        check(&status, 1, 1, 10_000);
+        status.dumps = vec![complete, queued];
+        check(&status, 1, 0, 7);
     }
 
     #[test]

@@ -203,8 +203,12 @@ fn phases(status: &MachineStatus) -> Vec<String> {
     phases.extend(status.parking_since.as_ref().map(|since| format!("parking since {since}")));
     phases.extend(status.rejuvenating_since.as_ref().map(|since| format!("replacing QEMU since {since}")));
     phases.extend(status.save.as_ref().map(|save| format!("saving, {}", progress(save.percent, save.eta_s))));
-    let running = status.dumps.iter().filter(|dump| !dump.state.is_over() && dump.state != DumpState::Waiting);
-    phases.extend(running.map(|dump| format!("dumping, {}", progress(dump.percent, dump.eta_s))));
+    let dump = |dump: &hearth_api::DumpStatus| match dump.state {
+        DumpState::Planning | DumpState::Writing => Some(format!("dumping, {}", progress(dump.percent, dump.eta_s))),
+        DumpState::Queued => Some("a dump waits for another one".to_owned()),
+        DumpState::Waiting | DumpState::Complete | DumpState::Incomplete => None,
+    };
+    phases.extend(status.dumps.iter().filter_map(dump));
     if let Some(restore) = status.restore.as_ref().filter(|restore| !restore.complete) {
         let loaded = restore.pages.saturating_sub(restore.pages_missing);
         phases.push(format!("restoring, {loaded} of {} pages loaded", restore.pages));
