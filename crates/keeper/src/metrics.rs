@@ -4,6 +4,7 @@
 //! and a registry would need a copy of every value that the status holds already.
 
 use std::fmt::Write;
+use std::time::{SystemTime, UNIX_EPOCH};
 
 use hearth_api::{
     ArrivalStatus, DiskStatus, DumpState, DumpStatus, MachineState, MachineStatus, RefillStatus, RestoreStatus,
@@ -361,6 +362,9 @@ static HOST_METRICS: &[HostMetric] = &[
     },
 ];
 
+const HOST_TIME: &str = "hearth_host_time_seconds";
+const HOST_TIME_MEANING: &str = "When `hearth host` looked at the machines, in seconds since 1970";
+
 /// The status of one machine in Prometheus' text format.
 pub fn text(status: &MachineStatus) -> String {
     let mut text = String::with_capacity(8192);
@@ -369,8 +373,12 @@ pub fn text(status: &MachineStatus) -> String {
 }
 
 /// All machines of a host in Prometheus' text format. The samples of a metric are together, as the format demands.
-pub fn text_of_host(machines: &[Seen<'_>]) -> String {
+pub fn text_of_host(machines: &[Seen<'_>], now: SystemTime) -> String {
     let mut text = String::with_capacity(8192 * (machines.len() + 1));
+    let seconds = now.duration_since(UNIX_EPOCH).unwrap_or_default().as_secs_f64();
+    write_family(&mut text, (HOST_TIME, HOST_TIME_MEANING, Kind::Gauge), |text| {
+        line(text, format_args!("{HOST_TIME} {seconds}"));
+    });
     for metric in HOST_METRICS {
         write_family(&mut text, (metric.name, metric.meaning, Kind::Gauge), |text| {
             for seen in machines {
@@ -500,6 +508,7 @@ pub fn page() -> String {
         line(&mut page, format_args!("| `{name}` | {kind} | {} | {meaning} |", labels.join(", ")));
     }
     page.push_str(HOST_HEAD);
+    line(&mut page, format_args!("| `{HOST_TIME}` | gauge | {HOST_TIME_MEANING}; without the label `machine` |"));
     for HostMetric { name, meaning, .. } in HOST_METRICS {
         line(&mut page, format_args!("| `{name}` | gauge | {meaning} |"));
     }
@@ -566,17 +575,21 @@ mod tests {
         let (web, mut db) = (sample::status(), sample::status());
         db.name = "db".into();
         let seen = |name, status| Seen { name, status, orphaned: false, silent: false, parked: false, failed: false };
-        let text = text_of_host(&[seen("web", Some(&web)), seen("db", Some(&db)), seen("dead", None)]);
+        let text = text_of_host(&[seen("web", Some(&web)), seen("db", Some(&db)), seen("dead", None)], UNIX_EPOCH);
         let families: Vec<&str> = text.lines().filter_map(|line| line.strip_prefix("# TYPE ")).collect();
-        assert_eq!(families.len(), METRICS.len() + HOST_METRICS.len());
+        assert_eq!(families.len(), METRICS.len() + HOST_METRICS.len() + 1);
         let mut family = "";
         for line in text.lines().filter(|line| !line.starts_with("# HELP ")) {
             match line.strip_prefix("# TYPE ") {
                 Some(rest) => family = rest.split(' ').next().unwrap(),
-                None => assert!(line.starts_with(&format!("{family}{{")), "{line} is in the family {family}"),
+                None => assert!(
+                    line.starts_with(&format!("{family}{{")) || family == HOST_TIME,
+                    "{line} is in the family {family}"
+                ),
             }
         }
         for line in [
+            "hearth_host_time_seconds 0",
             r#"hearth_keeper_up{machine="db"} 1"#,
             r#"hearth_keeper_up{machine="dead"} 0"#,
             r#"hearth_disk_image_seconds_total{machine="db",disk="root"} 0.72"#,
@@ -597,7 +610,7 @@ mod tests {
         let status = sample::status();
         let seen =
             Seen { name: "web", status: Some(&status), orphaned: false, silent: false, parked: false, failed: false };
-        let text = text_of_host(&[seen]);
+        let text = text_of_host(&[seen], SystemTime::now());
         std::io::Write::write_all(&mut promtool.stdin.take().unwrap(), text.as_bytes()).unwrap();
         let output = promtool.wait_with_output().unwrap();
         let said = String::from_utf8([output.stdout, output.stderr].concat()).unwrap();

@@ -4,6 +4,7 @@ use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
 use std::os::unix::net::UnixListener;
+use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
@@ -16,6 +17,7 @@ use hearth_keeper::{Hub, Place};
 use hearth_qemu::Endpoint;
 use hearth_recovery::fast_remount::saved;
 use hearth_recovery::images::{DiskNote, at_rest};
+use rustix::process::{Pid, Signal, kill_process};
 
 fn hearth(root: &Path, arguments: &[&str]) -> Output {
     Command::new(env!("CARGO_BIN_EXE_hearth"))
@@ -144,7 +146,7 @@ fn failed_start_keeps_the_saved_boot_set() {
 }
 
 #[test]
-fn machine_that_failed_to_start_is_in_the_hosts_metrics() {
+fn textfile_tells_of_a_failed_start_and_goes_at_sigterm() {
     let root = tempfile::tempdir().unwrap();
     let [image, file, textfile] = ["disk.raw", "failing.toml", "hearth.prom"].map(|name| root.path().join(name));
     fs::write(&image, vec![1; 1 << 20]).unwrap();
@@ -161,8 +163,10 @@ fn machine_that_failed_to_start_is_in_the_hosts_metrics() {
         std::thread::sleep(Duration::from_millis(20));
     }
     let metrics = fs::read_to_string(&textfile);
-    host.kill().unwrap();
-    host.wait().unwrap();
+    kill_process(Pid::from_child(&host), Signal::TERM).unwrap();
+    let status = host.wait().unwrap();
+    assert_eq!(status.signal(), Some(Signal::TERM.as_raw()));
+    assert!(!textfile.exists(), "it would look as if all were well");
     let metrics = metrics.unwrap();
     assert!(metrics.contains("\nhearth_machine_failed{machine=\"failing\"} 1\n"), "{metrics}");
 }

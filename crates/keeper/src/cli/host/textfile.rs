@@ -1,14 +1,17 @@
-//! The metrics as a file for node_exporter, replaced as a whole.
+//! The metrics as a file for node_exporter, replaced as a whole. A daemon that is told to end removes it: what it says would stay true
+//! for node_exporter. A killed one leaves it, and the time in it gets old.
 
-use std::fs::Permissions;
+use std::fs::{self, Permissions};
 use std::io::{self, Write};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::Duration;
 
 use hearth_memory::{Durability, replace_file};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+use signal_hook::iterator::Signals;
 
 use super::web::metrics_text;
 use crate::cli::survey::Collector;
@@ -26,23 +29,43 @@ pub enum TextfileError {
     Write { path: PathBuf, source: io::Error },
 }
 
-/// Writes the file once, and from then on in a thread.
+/// Writes the file once, and from then on in a thread, until a signal ends the process.
 pub fn start(path: &Path, collector: &Arc<Collector>) -> Result<(), TextfileError> {
     let failed = |source| TextfileError::Write { path: path.to_owned(), source };
     if path.extension().is_none_or(|extension| extension != "prom") {
         return Err(TextfileError::Name { path: path.to_owned() });
     }
+    let signals = Signals::new([SIGTERM, SIGINT, SIGHUP]).map_err(failed)?;
     write(path, &metrics_text(collector)).map_err(failed)?;
-    let (owned, collector) = (path.to_owned(), collector.clone());
+    let file = Arc::new(Mutex::new(path.to_owned()));
+    remove_at(signals, file.clone()).map_err(failed)?;
+    let collector = collector.clone();
     let spawned = thread::Builder::new().name("textfile".to_owned()).spawn(move || {
         loop {
             thread::sleep(EVERY);
-            if let Err(error) = write(&owned, &metrics_text(&collector)) {
-                tracing::warn!(%error, path = %owned.display(), "cannot write the metrics; trying again");
+            let text = metrics_text(&collector);
+            let path = file.lock().unwrap_or_else(PoisonError::into_inner);
+            if let Err(error) = write(&path, &text) {
+                tracing::warn!(%error, path = %path.display(), "cannot write the metrics; trying again");
             }
         }
     });
     spawned.map(drop).map_err(failed)
+}
+
+/// Removes the file at the first of these signals, and ends the process as the signal does.
+fn remove_at(mut signals: Signals, file: Arc<Mutex<PathBuf>>) -> io::Result<()> {
+    let wait = move || {
+        let Some(signal) = signals.forever().next() else { return };
+        // Held until the end, so that it is not written again.
+        let path = file.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Err(error) = fs::remove_file(&*path) {
+            tracing::warn!(%error, path = %path.display(), "cannot remove the metrics, which are old from now on");
+        }
+        // Ends the process.
+        let _ = signal_hook::low_level::emulate_default_handler(signal);
+    };
+    thread::Builder::new().name("textfile-end".to_owned()).spawn(wait).map(drop)
 }
 
 fn write(path: &Path, text: &str) -> io::Result<()> {

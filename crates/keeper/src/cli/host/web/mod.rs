@@ -16,7 +16,7 @@ use std::io::{self, Write};
 use std::net::{IpAddr, Ipv6Addr, SocketAddr, TcpListener, TcpStream};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use crate::cli::survey::{Collector, Survey, View};
 use crate::http::{CLIENTS_MAX, ReadError, Request, Slot, Slots, Stream};
@@ -181,7 +181,7 @@ impl Web {
 pub fn metrics_text(collector: &Arc<Collector>) -> String {
     let survey = collector.survey();
     let seen: Vec<_> = survey.machines.iter().map(seen).collect();
-    metrics::text_of_host(&seen)
+    metrics::text_of_host(&seen, SystemTime::now())
 }
 
 fn seen(machine: &crate::cli::survey::Machine) -> metrics::Seen<'_> {
