@@ -275,6 +275,12 @@ pub static METRICS: &[Metric] = &[
         values: Values::Disks(|disk| f64::from(u8::from(disk.connected))),
     },
     Metric {
+        name: "hearth_disk_silent",
+        kind: Kind::Gauge,
+        meaning: "1 if the connected QEMU has sent the disk nothing, so that the guest may wait for it",
+        values: Values::Disks(|disk| f64::from(u8::from(disk.silent))),
+    },
+    Metric {
         name: "hearth_disk_size_bytes",
         kind: Kind::Gauge,
         meaning: "Size of the disk as the guest sees it",
@@ -285,6 +291,12 @@ pub static METRICS: &[Metric] = &[
         kind: Kind::Gauge,
         meaning: "Bytes of the disk not yet fetched from its object store",
         values: Values::Arrivals(|arrival| arrival.missing_bytes),
+    },
+    Metric {
+        name: "hearth_disk_stuck",
+        kind: Kind::Gauge,
+        meaning: "Problems that keep missing parts of the disk from being fetched; reads of them wait",
+        values: Values::Arrivals(|arrival| arrival.waits.len() as u64),
     },
     disk("hearth_disk_reads_total", "Read requests", |disk| disk.reads as f64),
     disk("hearth_disk_writes_total", "Write requests", |disk| disk.writes as f64),
@@ -535,6 +547,7 @@ mod tests {
     fn lines_are_what_prometheus_reads() {
         let mut status = sample::status();
         status.name = "we\"b".into();
+        status.disks[0].silent = true;
         let text = text(&status);
         for line in [
             "# TYPE hearth_disk_reads_total counter",
@@ -547,6 +560,7 @@ mod tests {
             r#"hearth_restore_fault_seconds{machine="we\"b",percentile="99"} 0.0025"#,
             r#"hearth_restore_complete{machine="we\"b"} 0"#,
             r#"hearth_disk_missing_bytes{machine="we\"b",disk="root"} 1048576"#,
+            r#"hearth_disk_silent{machine="we\"b",disk="root"} 1"#,
         ] {
             assert!(text.lines().any(|found| found == line), "no line {line} in\n{text}");
         }
