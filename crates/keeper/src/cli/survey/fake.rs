@@ -45,8 +45,25 @@ impl Keepers {
     }
 }
 
+fn saved(folder: String) -> EventKind {
+    EventKind::Saved {
+        folder,
+        pages: 90_000,
+        bytes: 100 << 20,
+        pause_ms: 12.0,
+        duration_ms: 3000.0,
+        rounds: 2,
+        settled: true,
+        pages_held: 40,
+        pages_on_disks: 0,
+    }
+}
+
 fn serve(root: &RuntimeRoot, name: &str, hang: Arc<AtomicBool>) -> Server {
     let events = EventLog::in_memory(name);
+    let address = format!("s3://bucket/{name}");
+    events.record(EventKind::RestoreWaits { why: format!("{address}/memory: connection refused") });
+    events.record(saved(address));
     events.record(EventKind::GuestPanicked);
     let mut status = sample::status();
     status.name = name.to_owned();

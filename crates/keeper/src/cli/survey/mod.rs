@@ -2,6 +2,7 @@
 //!
 //! names -> each machine is looked at in a thread of its own (`look`) -> `ls`, or the collector of page, metrics and `top`
 
+mod addresses;
 mod collector;
 #[cfg(test)]
 pub mod fake;

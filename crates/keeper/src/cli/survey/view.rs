@@ -1,15 +1,19 @@
 //! What the page and `hearth top` show of a survey, as plain data.
 //!
-//! Only what is listed here leaves the host: nothing of a configuration, no addresses of object stores.
+//! Only what is listed here leaves the host: nothing of a configuration, no addresses of object stores (`addresses`).
 
 use hearth_api::{DumpState, MachineState, MachineStatus};
 use serde::Serialize;
 
+use super::addresses::hidden;
 use super::rates::Rates;
 use super::{Machine, Survey};
 use crate::cli::describe;
 use crate::cli::text::{bytes, milliseconds, uptime};
+use crate::home::Home;
 use crate::runtime_root::RuntimeRoot;
+
+const HEARTH: &str = "hearth";
 
 /// All machines.
 #[derive(Clone, Debug, Serialize)]
@@ -97,8 +101,8 @@ impl View {
 /// The command's beginning: commands look for machines where these were found.
 fn hearth_command(root: &RuntimeRoot) -> String {
     match *root == RuntimeRoot::for_this_user() {
-        true => "hearth".to_owned(),
-        false => format!("hearth --runtime-root {}", root.path().display()),
+        true => HEARTH.to_owned(),
+        false => format!("{HEARTH} --runtime-root {}", root.path().display()),
     }
 }
 
@@ -110,7 +114,7 @@ impl MachineView {
         let events = machine.events.iter().rev();
         Self {
             name: name.clone(),
-            why,
+            why: why.map(|why| hidden(&why)),
             incarnation: status.map(|status| status.incarnation),
             up: status.filter(|status| status.uptime_s > 0.0).map(|status| uptime(status.uptime_s)).unwrap_or_default(),
             qemu: status.and_then(|it| it.qemu.as_ref()).map(|qemu| format!("{}, {}", qemu.version, qemu.accelerator)),
@@ -119,8 +123,13 @@ impl MachineView {
             disks: status.map(|status| disks(machine, status)).unwrap_or_default(),
             phases: status.map(phases).unwrap_or_default(),
             dumps: status.map(dumps).unwrap_or_default(),
-            snapshots: machine.snapshots.iter().rev().map(|(time, place)| format!("{time}  {place}")).collect(),
-            events: events.map(|event| format!("{}  {}", event.time, describe(&event.event))).collect(),
+            snapshots: machine
+                .snapshots
+                .iter()
+                .rev()
+                .map(|(time, place)| format!("{time}  {}", hidden(place)))
+                .collect(),
+            events: events.map(|event| format!("{}  {}", event.time, hidden(&describe(&event.event)))).collect(),
             commands: commands(machine, tone, hearth),
             state,
             tone,
@@ -230,7 +239,7 @@ fn progress(percent: f64, eta_s: Option<f64>) -> String {
 
 fn dumps(status: &MachineStatus) -> Vec<String> {
     let dump = |dump: &hearth_api::DumpStatus| {
-        let why = dump.why.as_ref().map(|why| format!(": {why}")).unwrap_or_default();
+        let why = dump.why.as_ref().map(|why| format!(": {}", hidden(why))).unwrap_or_default();
         format!("incarnation {}, {}{why}, {}", dump.incarnation, dump.state.name(), dump.file)
     };
     status.dumps.iter().rev().map(dump).collect()
@@ -242,10 +251,11 @@ fn commands(machine: &Machine, tone: Tone, hearth: &str) -> Vec<Command> {
     let of = |does, verb: &str| Command { does, line: format!("{hearth} {verb}").replace("NAME", name) };
     let Some(status) = &machine.listed.status else {
         return match &machine.listed {
-            it if it.orphaned => {
-                vec![Command { does: "start its keeper", line: format!("systemctl start hearth@{name}") }]
-            }
+            it if it.orphaned => vec![start_keeper(&Home::of(name), hearth)],
             it if it.parked.is_some() => vec![of("resume all parked guests", "host-reload resume")],
+            it if it.failure.is_some() => {
+                vec![of("show what happened", "events NAME"), start_keeper(&Home::of(name), hearth)]
+            }
             _ if machine.attached => vec![Command { does: "start the domain", line: format!("virsh start {name}") }],
             _ => vec![of("show what happened", "events NAME")],
         };
@@ -272,6 +282,18 @@ fn commands(machine: &Machine, tone: Tone, hearth: &str) -> Vec<Command> {
         commands.push(of("stop it", "stop NAME"));
     }
     commands
+}
+
+/// A unit of systemd runs machines whose file is where that looks for it, and under the runtime root that `hearth` has by itself.
+fn start_keeper(home: &Home, hearth: &str) -> Command {
+    let line = if hearth != HEARTH || !home.file().exists() {
+        format!("{hearth} run FILE")
+    } else if rustix::process::geteuid().is_root() {
+        format!("systemctl start hearth@{}", home.name())
+    } else {
+        format!("systemctl --user start hearth@{}", home.name())
+    };
+    Command { does: "start its keeper", line }
 }
 
 #[cfg(test)]
@@ -301,6 +323,18 @@ mod tests {
         );
         let metrics = metrics_text(&Collector::new(keepers.root()));
         assert!(metrics.contains("hearth_machine_failed{machine=\"web\"} 1\n"), "{metrics}");
+    }
+
+    #[test]
+    fn dead_keeper_is_started_as_it_was() {
+        let folder = tempfile::tempdir().unwrap();
+        let home = Home::in_folder("web", folder.path());
+        let line = |hearth: &str| start_keeper(&home, hearth).line;
+        assert_eq!(line("hearth"), "hearth run FILE");
+        std::fs::create_dir(folder.path().join("etc")).unwrap();
+        std::fs::write(home.file(), "").unwrap();
+        assert!(line("hearth").ends_with(" start hearth@web"), "{}", line("hearth"));
+        assert_eq!(line("hearth --runtime-root /run/x"), "hearth --runtime-root /run/x run FILE");
     }
 
     #[test]

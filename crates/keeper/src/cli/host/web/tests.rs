@@ -83,6 +83,8 @@ fn machines_and_metrics_are_answered_without_configuration() {
     let (_, machines) = fixture.get("/machines");
     let view: serde_json::Value = serde_json::from_str(&machines).unwrap();
     assert_eq!(view["machines"][1]["name"], "web");
+    assert!(machines.contains("accesses wait until it can be read: [address]: connection refused"), "{machines}");
+    assert!(view["machines"][1]["snapshots"][0].as_str().is_some_and(|place| place.ends_with("  [address]")), "{view}");
     assert!(
         !machines.contains("secret") && !machines.contains("52:54:00") && !machines.contains("s3://"),
         "{machines}"
