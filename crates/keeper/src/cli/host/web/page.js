@@ -152,6 +152,17 @@ async function copy(button, line) {
   }
 }
 
-const live = new EventSource("/live");
-live.onmessage = (message) => show(JSON.parse(message.data));
-live.onerror = () => { summary.textContent = "hearth host does not answer; trying again. What is below is old."; };
+// A browser connects again by itself after a broken connection, but not after another answer than 200, such as 503.
+function follow() {
+  const live = new EventSource("/live");
+  live.onmessage = (message) => show(JSON.parse(message.data));
+  live.onerror = () => {
+    const refused = live.readyState === EventSource.CLOSED;
+    const why = refused ? "hearth host refuses this page: too many are open, or it has another address"
+      : "hearth host does not answer";
+    summary.textContent = `${why}; trying again. What is below is old.`;
+    if (refused) setTimeout(follow, 3000);
+  };
+}
+
+follow();

@@ -160,3 +160,25 @@ fn browser_shows_the_page_without_complaint() {
     browser.wait_until("!document.querySelector('.machine .body').children.length");
     assert!(browser.complaints.is_empty(), "{:#?}", browser.complaints);
 }
+
+#[test]
+fn refused_page_says_so_and_tries_again() {
+    let Some(mut browser) = Browser::start() else {
+        eprintln!("not tested: there is no Chromium (Debian: apt install chromium)");
+        return;
+    };
+    let fixture = fixture(&["web"]);
+    let follow = || {
+        let mut stream = TcpStream::connect(fixture.address).unwrap();
+        stream.write_all(b"GET /live HTTP/1.1\r\nHost: localhost\r\n\r\n").unwrap();
+        let mut status = [0; 12];
+        stream.read_exact(&mut status).unwrap();
+        (status == *b"HTTP/1.1 200").then_some(stream)
+    };
+    let others: Vec<_> = std::iter::from_fn(follow).collect();
+    browser.call("Page.navigate", json!({"url": format!("http://{}", fixture.address)}));
+    browser.wait_until("document.getElementById('summary').textContent.startsWith('hearth host refuses this page')");
+    drop(others);
+    browser.wait_until("document.querySelectorAll('.machine.good').length === 1");
+    browser.wait_until("document.getElementById('summary').textContent.startsWith('1 machines, 1 running')");
+}
