@@ -158,9 +158,9 @@ function follow() {
   live.onmessage = (message) => show(JSON.parse(message.data));
   live.onerror = () => {
     const refused = live.readyState === EventSource.CLOSED;
-    const why = refused ? "hearth host refuses this page: too many are open, or it has another address"
-      : "hearth host does not answer";
-    summary.textContent = `${why}; trying again. What is below is old.`;
+    summary.textContent = refused
+      ? "hearth host refuses this page: too many are open, or its address is another one; trying again. What is below is old."
+      : "hearth host does not answer; trying again. What is below is old.";
     if (refused) setTimeout(follow, 3000);
   };
 }
