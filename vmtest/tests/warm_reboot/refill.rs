@@ -32,6 +32,8 @@ fn refill(vm: &TestVm) -> Result<String> {
     let before = Reads::of(vm)?;
     let said = vm.sh("hearth-refill")?;
     wait_arrived(vm, before, &said)?;
+    let status = vm.status()?.refill.expect("the machine has a cache map");
+    assert!(status.incarnation_read_bytes.is_some_and(|bytes| bytes >= status.map_bytes), "{status:?}");
     Ok(said)
 }
 
@@ -228,6 +230,8 @@ fn blocks_of_the_boot_set_are_in_the_next_map() -> Result<()> {
     assert!(pages >= SHELF.pages(), "{pages} of {} pages", SHELF.pages());
     mount(&vm, "rw")?;
     refill(&vm)?;
+    let status = vm.status()?.refill.expect("the machine has a cache map");
+    assert!(status.incarnation_read_bytes < Some(status.read_bytes), "its predecessor read some of that: {status:?}");
     assert_cached(&vm)
 }
 
