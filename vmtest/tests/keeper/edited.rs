@@ -27,6 +27,7 @@ const NEXT_GUEST: &[Change] = &[
     ("accelerator", |file| put(file, "accelerator", "auto")),
     ("machine_type", |file| put(file, "machine_type", "pc-q35-7.1")),
     ("sandbox", |file| put(file, "sandbox", false)),
+    ("display", |file| put(file, "display", "vnc")),
     ("ember", |file| put(file, "ember", "off")),
     ("guest_agent", |file| put(file, "guest_agent", true)),
     ("extra_qemu_args", |file| put(file, "extra_qemu_args", vec!["-device", "virtio-balloon-pci"])),

@@ -148,7 +148,7 @@ impl Kills {
         }
         if panics || is_killed {
             self.vm().wait_until("the next guest", || {
-                self.vm().mend_lost_start()?;
+                self.look_after_libvirt()?;
                 Ok(self.ready() > boots)
             })?;
             self.vm().sh(WRITER)?;
@@ -162,7 +162,7 @@ impl Kills {
     /// libvirt may have seen no crash, or the next guest may be the one that was killed.
     fn start_unless_coming_back(&self) -> Result<()> {
         self.vm().wait_until("the domain is on, or stays off", || {
-            self.vm().mend_lost_start()?;
+            self.look_after_libvirt()?;
             let state = self.vm().virsh("domstate", &[])?;
             if state.trim() == "shut off" && !self.is_coming_back()? {
                 // `hearth host` may be faster.
@@ -170,6 +170,14 @@ impl Kills {
             }
             Ok(state.trim() == "running" && !Victim::Qemu.pids(self.vm())?.is_empty())
         })
+    }
+
+    /// libvirt 9.0 dies again if it was killed during a dump of registers: it does not know of the dump that QEMU says is over.
+    fn look_after_libvirt(&self) -> Result<()> {
+        if Victim::Libvirtd.pids(self.vm())?.is_empty() {
+            self.vm().start_libvirt()?;
+        }
+        self.vm().mend_lost_start().map(drop)
     }
 
     /// Whether the keeper waits for the domain's next start.
