@@ -119,13 +119,27 @@ impl Browser {
         self.call("Emulation.setDeviceMetricsOverride", size);
     }
 
-    pub fn scheme(&mut self, scheme: &str) {
+    fn scheme(&mut self, scheme: &str) {
         let features = json!({"features": [{"name": "prefers-color-scheme", "value": scheme}]});
         self.call("Emulation.setEmulatedMedia", features);
     }
 
+    /// The page must not scroll sideways, in light and dark, on a screen and on a phone. `name`: of its pictures.
+    #[track_caller]
+    pub fn must_fit_all_widths(&mut self, name: &str) {
+        for scheme in ["light", "dark"] {
+            self.scheme(scheme);
+            for width in [1280, 360] {
+                self.size(width, 900);
+                let over = self.value("document.documentElement.scrollWidth - document.documentElement.clientWidth");
+                assert_eq!(over, 0, "{over} pixels wider than {width}");
+                self.picture(&format!("{name}-{scheme}-{width}"));
+            }
+        }
+    }
+
     /// Writes a picture of the page into the folder that the variable HEARTH_SCREENSHOTS names, if it is set.
-    pub fn picture(&mut self, name: &str) {
+    fn picture(&mut self, name: &str) {
         let Some(folder) = std::env::var_os("HEARTH_SCREENSHOTS") else { return };
         let picture = self.call("Page.captureScreenshot", json!({"format": "png"}));
         let base64 = picture["data"].as_str().unwrap().to_owned();

@@ -58,12 +58,11 @@ impl Silences {
             tracing::warn!(domain, %error, "whoever follows would not resume the domain; it is left as it is");
             return Ok(());
         }
-        let suspended = virsh.suspend(domain);
-        let resumed = if suspended.is_ok() { virsh.resume(domain) } else { Ok(()) };
+        virsh.suspend(domain).inspect_err(|_| remove(&note))?;
+        let resumed = virsh.resume(domain);
         if resumed.is_ok() {
             remove(&note);
         }
-        suspended?;
         self.note(domain, keeper);
         let deadline = Instant::now() + OUTCOME_PATIENCE;
         while Instant::now() < deadline {

@@ -89,15 +89,7 @@ fn browser_shows_the_page_without_complaint() {
     assert_eq!(browser.value("document.scripts.length + document.images.length"), 0);
     // Without its policy's consent the style would not apply.
     assert_eq!(browser.value("getComputedStyle(document.querySelector('svg.narrow')).display"), "none");
-    for scheme in ["light", "dark"] {
-        browser.scheme(scheme);
-        for width in [1280, 360] {
-            browser.size(width, 900);
-            let over = browser.value("document.documentElement.scrollWidth - document.documentElement.clientWidth");
-            assert_eq!(over, 0, "{over} pixels wider than {width}");
-            browser.picture(&format!("report-{scheme}-{width}"));
-        }
-    }
+    browser.must_fit_all_widths("report");
     assert!(browser.complaints.is_empty(), "{:#?}", browser.complaints);
 }
 

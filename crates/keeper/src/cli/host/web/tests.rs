@@ -145,15 +145,7 @@ fn browser_shows_the_page_without_complaint() {
         browser.wait_until(&format!("{} === 'copied'", part(".querySelector('button').textContent")));
         browser.wait_until(&part(".querySelector('.bar i').getBoundingClientRect().width > 10"));
     }
-    for scheme in ["light", "dark"] {
-        browser.scheme(scheme);
-        for width in [1280, 360] {
-            browser.size(width, 900);
-            let over = browser.value("document.documentElement.scrollWidth - document.documentElement.clientWidth");
-            assert_eq!(over, 0, "{over} pixels wider than {width}");
-            browser.picture(&format!("page-{scheme}-{width}"));
-        }
-    }
+    browser.must_fit_all_widths("page");
     fixture.keepers.hang("db");
     browser.wait_until("document.querySelector('.machine.bad .state')?.textContent === 'no answer'");
     browser.value("document.querySelector('.machine summary').click()");
