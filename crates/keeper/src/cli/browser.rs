@@ -73,6 +73,7 @@ impl Browser {
         Some(browser)
     }
 
+    /// The result of a command of the protocol, which must succeed.
     pub fn call(&mut self, method: &str, parameters: Value) -> Value {
         self.number += 1;
         let mut command = json!({"id": self.number, "method": method, "params": parameters});
@@ -95,6 +96,12 @@ impl Browser {
                 _ => {}
             }
         }
+    }
+
+    /// Opens a page, and waits until all of it is there.
+    pub fn open(&mut self, url: &str) {
+        self.call("Page.navigate", json!({"url": url}));
+        self.wait_until("location.href !== 'about:blank' && document.readyState === 'complete'");
     }
 
     /// The value of an expression in the page; of a promise, what it resolves to.

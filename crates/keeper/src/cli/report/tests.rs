@@ -84,7 +84,7 @@ fn browser_shows_the_page_without_complaint() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("web.html");
     fs::write(&file, page::html("web", &crashes(7), None, "now")).unwrap();
-    browser.call("Page.navigate", json!({ "url": format!("file://{}", file.display()) }));
+    browser.open(&format!("file://{}", file.display()));
     browser.wait_until("document.querySelectorAll('pre').length === 5");
     assert_eq!(browser.value("document.scripts.length + document.images.length"), 0);
     // Without its policy's consent the style would not apply.

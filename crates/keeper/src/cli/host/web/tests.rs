@@ -131,7 +131,7 @@ fn browser_shows_the_page_without_complaint() {
     let grant = json!({"origin": origin, "permissions": ["clipboardReadWrite", "clipboardSanitizedWrite"]});
     browser.call("Browser.grantPermissions", grant);
     browser.size(1280, 900);
-    browser.call("Page.navigate", json!({"url": origin}));
+    browser.open(&origin);
     browser.wait_until("document.querySelectorAll('.machine.good').length === 2");
     browser.wait_until("document.getElementById('summary').textContent.startsWith('2 machines, 2 running')");
     for card in 0..2 {
@@ -168,7 +168,7 @@ fn refused_page_says_so_and_tries_again() {
         (status == *b"HTTP/1.1 200").then_some(stream)
     };
     let others: Vec<_> = std::iter::from_fn(follow).collect();
-    browser.call("Page.navigate", json!({"url": format!("http://{}", fixture.address)}));
+    browser.open(&format!("http://{}", fixture.address));
     browser.wait_until("document.getElementById('summary').textContent.startsWith('hearth host refuses this page')");
     drop(others);
     browser.wait_until("document.querySelectorAll('.machine.good').length === 1");
