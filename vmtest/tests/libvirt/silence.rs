@@ -3,7 +3,7 @@
 use hearth_api::EventKind;
 use hearth_vmtest::{Drives, Result};
 
-use super::Files;
+use super::{Files, wrap_virsh};
 
 /// The keeper's answer to the memory table, when firmware of QEMU 7.2 starts the first disk.
 const DISK_STARTS: (&str, u32) = ("sendmsg", 9);
@@ -34,6 +34,15 @@ fn qemu_that_cannot_use_its_disk_again_is_replaced() -> Result<()> {
     let Some(files) = Files::running("replaced")? else { return Ok(()) };
     let vm = &files.vm;
     files.verify()?;
+    // QEMU's end is known to its keeper before libvirt says so.
+    let resumed = vm.folder().join("resumed").display().to_string();
+    let says_late = format!(
+        "case \" $* \" in\n\
+         *' resume '*) touch {resumed} ;;\n\
+         *' domstate --reason '*) [ -e {resumed} ] && rm {resumed} && sleep 2 && exec echo 'running (unpaused)' ;;\n\
+         esac\nexec \"$real\" \"$@\"\n"
+    );
+    wrap_virsh(vm, &says_late)?;
     // The next keeper dies while QEMU connects, which is not before somebody sees that keeper.
     let qemu = vm.qemu_pid()?;
     vm.must(&["kill", "-STOP", &qemu], "")?;

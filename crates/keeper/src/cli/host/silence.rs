@@ -13,7 +13,7 @@ use std::sync::{Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use hearth_api::MachineStatus;
+use hearth_api::{MachineState, MachineStatus};
 use hearth_libvirt::virsh::Virsh;
 
 use super::recovery::RecoveryError;
@@ -35,6 +35,11 @@ pub fn is_silent(status: &MachineStatus) -> bool {
     status.disks.iter().any(|disk| disk.silent)
 }
 
+/// Whether QEMU uses all its disks. One that has just died is neither silent nor uses any.
+fn uses_disks(status: &MachineStatus) -> bool {
+    status.state == MachineState::Running && status.disks.iter().all(|disk| disk.connected && !disk.silent)
+}
+
 /// The keeper's pid for each domain whose QEMU was silent.
 #[derive(Default)]
 pub struct Silences(Mutex<HashMap<String, u32>>);
@@ -44,6 +49,7 @@ impl Silences {
     pub fn end(&self, root: &RuntimeRoot, domain: &str) -> Result<(), RecoveryError> {
         let (virsh, client) = (Virsh::system(), Client::new(root.api_socket(domain)));
         let silent_under = || client.status().ok().filter(is_silent).map(|status| status.keeper.pid);
+        let uses_disks = || client.status().is_ok_and(|status| uses_disks(&status));
         let note = root.machine(domain).join(NOTE);
         if note.exists() {
             resume_left(&virsh, domain, &note)?;
@@ -70,7 +76,7 @@ impl Silences {
                 tracing::warn!(domain, "QEMU has ended by that: starting the domain");
                 return Ok(virsh.start(domain)?);
             }
-            if silent_under().is_none() {
+            if uses_disks() {
                 break;
             }
             thread::sleep(LOOK_EVERY);
