@@ -32,6 +32,8 @@ const LOOK_EVERY: Duration = Duration::from_millis(2);
 const LOOK_EVERY_IDLE: Duration = Duration::from_millis(200);
 /// Time between two reports of trimming, which happens every few milliseconds.
 const TRIMMED_EVERY: Duration = Duration::from_secs(1);
+/// While a cache map is read, no memory is settled, and blocks are trimmed for the next guest instead. A map is worth this share of them.
+const BLOCKS_FOR_MAP: u64 = 16;
 /// Pages tested ahead of reads in one round: about 0.4 ms of work.
 const ASSAY_PAGES: u32 = 512;
 /// Time between two samples of a young guest's memory.
@@ -267,7 +269,8 @@ impl<'a> Round<'a> {
         // The period is counted from before the last measurement to after this one. If this thread had to wait for a
         // processor in between, a slow guest must not be mistaken for a fast one.
         let since = std::mem::replace(&mut self.looked, looked).elapsed();
-        let may_leap = living.is_some();
+        // What is settled after the reading is room enough for a leap.
+        let may_leap = living.is_some() && self.reading.is_none();
         let to_trim = self.shared.budget().to_trim(self.promised(usage), Growth { bytes: growth, since, may_leap });
         let trimmed = if to_trim > 0 { self.shared.ember.trim(to_trim)? } else { 0 };
         self.trimmed_bytes += trimmed;
@@ -275,7 +278,9 @@ impl<'a> Round<'a> {
         if let Some(reading) = &self.reading {
             // What a dump holds would not be released either.
             let is_spared_alone = self.shared.ember.wants_spared() || !self.shared.ember.is_held();
-            if is_spared_alone && (trimmed < to_trim || guest_waits) {
+            let counts = self.shared.ember.counts();
+            let costs_blocks = counts.trimmed > counts.kept / BLOCKS_FOR_MAP;
+            if is_spared_alone && (trimmed < to_trim || guest_waits || costs_blocks) {
                 reading.give_up("the next guest needs the memory");
             }
         }
@@ -432,6 +437,7 @@ mod tests {
     use hearth_disk::tag::Tagger;
     use hearth_disk::warm::{AfterServing, WarmSource};
     use hearth_memory::PAGE_BYTES;
+    use hearth_recovery::warm_reboot::cache_map::GiveUp;
 
     use super::*;
 
@@ -517,10 +523,7 @@ mod tests {
     #[test]
     fn unusable_memory_is_released_before_the_ember() {
         let machine = Watched::new();
-        let dead = machine.half_full(1);
-        let ram = File::options().write(true).open(dead.ram.path()).unwrap();
-        (PAGES..2 * PAGES).for_each(|page| ram.write_all_at(&BYTES, page * PAGE_BYTES).unwrap());
-        machine.ember.bank(dead).unwrap();
+        machine.ember.bank(full(machine.folder.path(), 1, &machine.tagger)).unwrap();
         machine.wait_settled();
         assert_eq!((machine.ember.counts().trimmed, machine.ember.counts().remaining), (0, PAGES));
     }
@@ -547,15 +550,20 @@ mod tests {
         assert_eq!((ember.counts().trimmed, ember.counts().remaining), (0, PAGES / 2));
     }
 
-    /// Only half of what a dead guest has filled holds blocks.
+    /// An incarnation whose guest has filled its RAM, half of it with disk blocks.
+    fn full(folder: &Path, number: u32, tagger: &Tagger) -> Incarnation {
+        let incarnation = half_full(folder, number, tagger);
+        let ram = File::options().write(true).open(incarnation.ram.path()).unwrap();
+        (PAGES..2 * PAGES).for_each(|page| ram.write_all_at(&BYTES, page * PAGE_BYTES).unwrap());
+        incarnation
+    }
+
     #[test]
     fn full_dead_guest_loses_nothing_before_it_is_settled() {
         let folder = tempfile::tempdir_in("/dev/shm").unwrap();
         let tagger = Tagger::new(b"a key like noise");
         let ember = Arc::new(Ember::new(folder.path(), tagger.clone()));
-        let dead = half_full(folder.path(), 1, &tagger);
-        let ram = File::options().write(true).open(dead.ram.path()).unwrap();
-        (PAGES..2 * PAGES).for_each(|page| ram.write_all_at(&BYTES, page * PAGE_BYTES).unwrap());
+        let dead = full(folder.path(), 1, &tagger);
         let shared = Shared::new(BUDGET, ember.clone(), Kept::default());
         *shared.live.lock().unwrap() = Some(dead.clone());
         let mut round = Round::new(&shared, &|_| {});
@@ -568,6 +576,45 @@ mod tests {
         shared.settle_wanted.store(true, Relaxed);
         round.look().unwrap();
         assert_eq!(counts(), (0, PAGES), "the rest is released first");
+    }
+
+    /// The reading of a cache map that ends only when it is given up keeps the dead guest's other memory.
+    #[test]
+    fn cache_map_costs_few_blocks() {
+        let folder = tempfile::tempdir_in("/dev/shm").unwrap();
+        let tagger = Tagger::new(b"a key like noise");
+        let ember = Arc::new(Ember::new(folder.path(), tagger.clone()));
+        ember.bank(full(folder.path(), 1, &tagger)).unwrap();
+        let live = Incarnation::create(folder.path(), 2, BUDGET.ram_bytes, true).unwrap();
+        let ram = File::options().write(true).open(live.ram.path()).unwrap();
+        let shared = Shared::new(BUDGET, ember.clone(), Kept::default());
+        *shared.live.lock().unwrap() = Some(live);
+        let give_up = Arc::new(GiveUp::default());
+        let of_thread = give_up.clone();
+        let read = move || {
+            while of_thread.why().is_none() {
+                std::thread::sleep(LOOK_EVERY);
+            }
+            Err("given up".to_owned())
+        };
+        let mut round = Round::new(&shared, &|_| {});
+        round.reading = Reading::start(Duration::from_secs(3600), give_up.clone(), read);
+        round.settles = true;
+        round.look().unwrap();
+        assert_eq!(ember.counts().trimmed, 0, "no room is made for a leap");
+        let mut grown_bytes = 0;
+        while give_up.why().is_none() {
+            ram.write_all_at(&[7; 128 << 10], grown_bytes).unwrap();
+            grown_bytes += 128 << 10;
+            round.looked = Instant::now().checked_sub(Duration::from_secs(10)).unwrap();
+            round.look().unwrap();
+        }
+        while round.reading.is_some() || round.settles {
+            round.look().unwrap();
+        }
+        let trimmed = ember.counts().trimmed;
+        assert!(trimmed < PAGES / 8, "{trimmed}");
+        assert!(ember.resident_bytes().unwrap() <= PAGES * PAGE_BYTES, "the rest was settled");
     }
 
     #[test]

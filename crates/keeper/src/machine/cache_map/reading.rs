@@ -73,7 +73,8 @@ impl Reading {
         })
     }
 
-    fn start(
+    /// Begins to read a map that is made like this. It is given up when it takes longer than `patience`.
+    pub fn start(
         patience: Duration,
         give_up: Arc<GiveUp>,
         read: impl FnOnce() -> Result<CacheMap, String> + Send + 'static,
