@@ -107,6 +107,20 @@ fn request_larger_than_all_buffers_is_served() {
     assert_eq!(server.counters().bytes_read_image, 20 << 20);
 }
 
+/// A larger ring than the device offers has no room for longer requests: each holds memory of the server.
+#[test]
+fn chain_longer_than_the_device_offers_is_refused() {
+    let place = Place::new(DISK_BYTES);
+    let server = place.serve(None);
+    let mut guest = Guest::connect_oversized(&place.socket(), 4 * QUEUE_SIZE);
+    for (pieces, bad_requests) in [(QUEUE_SIZE - 2, 0), (QUEUE_SIZE - 1, 1)] {
+        let pieces: Vec<_> = (0..pieces).map(|piece| (DATA + u64::from(piece) * 512, 512, false)).collect();
+        guest.submit_pieces(0, WRITE, 0, &pieces);
+        guest.wait(0);
+        assert_eq!(server.counters().bad_requests, bad_requests, "{} pieces", pieces.len());
+    }
+}
+
 #[test]
 fn wrong_requests_get_the_error_that_qemu_gives() {
     let place = Place::new(DISK_BYTES);

@@ -312,8 +312,7 @@ impl Queue {
         out: &mut Vec<Descriptor>,
     ) -> Result<(), super::chain::ChainFault> {
         let address = self.ring.as_ref().map_or(0, |ring| ring.place.descriptors);
-        let limit = agreed.chain_limit.max(usize::from(self.size));
-        let table = Table { address, entries: self.size, indirect_allowed: agreed.indirect, limit };
+        let table = Table { address, entries: self.size, indirect_allowed: agreed.indirect, limit: agreed.chain_limit };
         walk(table, head, &|address, out: &mut [u8]| memory.read(address, out).is_ok(), out)
     }
 
