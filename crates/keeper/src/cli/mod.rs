@@ -547,8 +547,10 @@ pub enum CliError {
         "{file}: the machine's QEMU (pid {qemu_pid}) still runs; correct the file, then take it over with `hearth run`"
     )]
     CannotTakeOver { file: PathBuf, qemu_pid: u32, problems: Vec<Problem> },
-    #[error("{file} is not changed: with that the machine could not run")]
+    #[error("{file} is not changed")]
     NotSet { file: PathBuf, problems: Vec<Problem> },
+    #[error("{file} is not changed: with that the machine could not run")]
+    NotRunnable { file: PathBuf, problems: Vec<Problem> },
     #[error("{name} cannot be attached")]
     NotAttachable { name: String, problems: Vec<Problem> },
     #[error("{name} cannot be detached")]
@@ -626,7 +628,7 @@ impl CliError {
             Self::NotRunning { .. } | Self::Off { .. } | Self::Orphaned { .. } | Self::Parked { .. } => {
                 Exit::NotRunning
             }
-            Self::Configuration { .. } | Self::NotSet { .. } => Exit::Wrong,
+            Self::Configuration { .. } | Self::NotSet { .. } | Self::NotRunnable { .. } => Exit::Wrong,
             Self::Unready { problems, .. } => Exit::of(problems),
             Self::CannotTakeOver { .. } => Exit::Later,
             // What the check refuses too, unless two keepers start at the same moment.
@@ -692,6 +694,7 @@ fn complain(error: &CliError) {
     }
     if let CliError::Configuration { problems, .. }
     | CliError::NotSet { problems, .. }
+    | CliError::NotRunnable { problems, .. }
     | CliError::NotAttachable { problems, .. }
     | CliError::NotDetachable { problems, .. }
     | CliError::NotImportable { problems, .. }

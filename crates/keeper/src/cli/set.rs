@@ -47,23 +47,36 @@ pub fn set(context: &mut Context<'_>, arguments: &SetArguments) -> Result<Exit, 
     let unusable = |source| CliError::File { path: file.clone(), source };
     let text = fs::read_to_string(&file).map_err(unusable)?;
     let wrong = |problems| CliError::NotSet { file: file.clone(), problems };
-    let edited = edit(&text, settings).map_err(wrong)?;
+    let (edited, is_changed) = edit_all(text, settings).map_err(wrong)?;
     let config = Config::parse(&edited, &file, &context.root).map_err(wrong)?;
     must_be_this_machine(name, &config)?;
     let problems = check::check(&config, &context.root, Purpose::Check);
     if problems.iter().any(|problem| problem.is_error() && !problem.may_pass) {
-        return Err(CliError::NotSet { file, problems });
+        return Err(CliError::NotRunnable { file, problems });
     }
     let effects = settings.iter().map(effect).collect::<Result<Vec<_>, _>>().map_err(wrong)?;
     replace(&file, &edited).map_err(unusable)?;
-    tell(context, &config, &effects, &problems)?;
+    let effects = effects.into_iter().zip(is_changed).map(|(effect, is_changed)| is_changed.then_some(effect));
+    let told: Vec<_> = settings.iter().zip(effects).collect();
+    tell(context, &config, &told, &problems)?;
     Ok(Exit::Done)
 }
 
-/// The setting, and when it takes effect.
-fn effect(setting: &Setting) -> Result<(&Setting, Effect), Vec<Problem>> {
+/// The text with these settings, and for each whether it has changed the text.
+fn edit_all(mut text: String, settings: &[Setting]) -> Result<(String, Vec<bool>), Vec<Problem>> {
+    let mut is_changed = Vec::new();
+    for setting in settings {
+        let edited = edit(&text, setting)?;
+        is_changed.push(edited != text);
+        text = edited;
+    }
+    Ok((text, is_changed))
+}
+
+/// When the setting takes effect.
+fn effect(setting: &Setting) -> Result<Effect, Vec<Problem>> {
     let unknown = || vec![Problem::error(&setting.key, "no such key", "see docs/config.md")];
-    setting.effect().map(|effect| (setting, effect)).ok_or_else(unknown)
+    setting.effect().ok_or_else(unknown)
 }
 
 /// The file of a machine in its home, or of one that runs.
@@ -96,18 +109,19 @@ fn replace(file: &Path, text: &str) -> std::io::Result<()> {
     })
 }
 
+/// `effects`: None for a setting that changed nothing.
 fn tell(
     context: &mut Context<'_>,
     config: &Config,
-    effects: &[(&Setting, Effect)],
+    effects: &[(&Setting, Option<Effect>)],
     problems: &[Problem],
 ) -> Result<(), CliError> {
     let name = &config.name;
     if context.json {
-        let changes = effects
-            .iter()
-            .map(|(setting, effect)| Change { key: setting.key.clone(), takes_effect: effect.words() })
-            .collect();
+        let change =
+            |setting: &Setting, effect: Effect| Change { key: setting.key.clone(), takes_effect: effect.words() };
+        let changes =
+            effects.iter().filter_map(|(setting, effect)| effect.map(|effect| change(setting, effect))).collect();
         return context.write_json(&Report { name, file: &config.file, changes, problems });
     }
     let runs = life::has_keeper(&config.folders.runtime);
@@ -116,8 +130,12 @@ fn tell(
         context.write_line(&problem.to_string())?;
     }
     for (setting, effect) in effects {
-        let when = if runs { while_running(name, *effect) } else { "takes effect at its next start".to_owned() };
-        context.write_line(&format!("{}: {when}", setting.words()))?;
+        let line = match effect {
+            None => setting.words_if_unchanged(),
+            Some(effect) if runs => format!("{}: {}", setting.words(), while_running(name, *effect)),
+            Some(_) => format!("{}: takes effect at its next start", setting.words()),
+        };
+        context.write_line(&line)?;
     }
     Ok(())
 }
@@ -149,6 +167,15 @@ mod tests {
         replace(&file, "cpus = 2\n").unwrap();
         assert_eq!(fs::read_to_string(&file).unwrap(), "cpus = 2\n");
         assert_eq!(fs::metadata(&file).unwrap().permissions().mode() & 0o777, 0o640);
+    }
+
+    #[test]
+    fn settings_that_change_nothing_are_known() {
+        let settings = ["memory=", "cpus=2", "cpus=", "cpus="].map(|text| Setting::parse(text).unwrap());
+        let (text, is_changed) = edit_all("name = \"web\"\ncpus = 2\n".to_owned(), &settings).unwrap();
+        assert_eq!((&*text, &*is_changed), ("name = \"web\"\n", &[false, false, true, false][..]));
+        assert_eq!(settings[0].words_if_unchanged(), "memory has its default already");
+        assert_eq!(settings[1].words_if_unchanged(), "cpus is 2 already");
     }
 
     #[test]

@@ -6,59 +6,57 @@ use super::origin::{Setting, steps};
 use super::{Effect, Field, Section};
 use crate::problem::Problem;
 
-/// The text with these settings. It is TOML; what it means is not checked.
-pub fn edit(text: &str, settings: &[Setting]) -> Result<String, Vec<Problem>> {
+/// The text with this setting. It is TOML; what it means is not checked. It stays as it is if the key that is to be removed is not
+/// there.
+pub fn edit(text: &str, setting: &Setting) -> Result<String, Vec<Problem>> {
     let no_toml = |error: TomlError| {
         let hint = "correct it first: `hearth check`";
         vec![Problem::error("the file", error.message().replace('\n', ", "), hint)]
     };
-    settings.iter().try_fold(text.to_owned(), |text, setting| {
-        let refuse = |what: &str, hint: &str| vec![Problem::error(&setting.key, what, hint)];
-        if Section::ALL.into_iter().any(|section| section.repeats() && section.table() == Some(&*setting.key)) {
-            return Err(refuse(
-                "repeated sections cannot be set as a whole",
-                "edit the file, or set a key of one section",
-            ));
+    let refuse = |what: &str, hint: &str| vec![Problem::error(&setting.key, what, hint)];
+    let no_section =
+        || refuse("no such section", "repeated sections count from 0 and must exist, for example nets[0].forward");
+    if Section::ALL.into_iter().any(|section| section.repeats() && section.table() == Some(&*setting.key)) {
+        return Err(refuse(
+            "repeated sections cannot be set as a whole",
+            "set a key of one, for example nets[0].forward",
+        ));
+    }
+    let Some(value) = &setting.value else {
+        if setting.field().is_none() {
+            return Err(refuse("no such key", "a whole section is removed in the file itself"));
         }
-        let Some(value) = &setting.value else {
-            let document = Document::parse(&*text).map_err(no_toml)?;
-            let is_key = setting.field().is_some();
-            is_key
-                .then_some(())
-                .ok_or_else(|| refuse("no such key", "a whole section is removed in the file itself"))?;
-            return without(document, &setting.key)
-                .ok_or_else(|| refuse("is not in the file", "it has its default already"));
-        };
-        let mut document: DocumentMut = text.parse().map_err(no_toml)?;
-        put(document.as_table_mut(), &setting.key, value).ok_or_else(|| {
-            refuse("no such section", "repeated sections count from 0 and must exist, for example nets[0].forward")
-        })?;
-        Ok(document.to_string())
-    })
+        return without(Document::parse(text).map_err(no_toml)?, &setting.key).ok_or_else(no_section);
+    };
+    let mut document: DocumentMut = text.parse().map_err(no_toml)?;
+    put(document.as_table_mut(), &setting.key, value).ok_or_else(no_section)?;
+    Ok(document.to_string())
 }
 
-/// The text without a key: without its lines, unless it is in an inline table. Comments above it stay. None if there is no
-/// such key.
+/// The text without a key, if it is there: without its lines, unless it is in an inline table. Comments above it stay. None if
+/// the repeated section does not exist.
 fn without(document: Document<&str>, key: &str) -> Option<String> {
     let steps = steps(key)?;
     let ((name, None), path) = steps.split_last()? else { return None };
+    let text = document.raw();
     let (mut table, mut is_inline): (&dyn TableLike, _) = (document.as_table(), false);
     for (name, position) in path {
-        let item = table.get(name)?;
-        is_inline |= item.is_value();
+        let item = table.get(name);
+        is_inline |= item.is_some_and(Item::is_value);
         table = match (position, item) {
-            (Some(at), Item::ArrayOfTables(tables)) => tables.get(*at)?,
-            (Some(at), _) => item.as_array()?.get(*at)?.as_inline_table()?,
-            (None, _) => item.as_table_like()?,
+            (Some(at), Some(Item::ArrayOfTables(tables))) => tables.get(*at)?,
+            (Some(at), item) => item?.as_array()?.get(*at)?.as_inline_table()?,
+            (None, None) => return Some(text.to_owned()),
+            (None, Some(item)) => item.as_table_like()?,
         };
     }
-    let (start, end) = (table.key(name)?.span()?.start, table.get(name)?.span()?.end);
+    let (Some(key), Some(item)) = (table.key(name), table.get(name)) else { return Some(text.to_owned()) };
+    let (start, end) = (key.span()?.start, item.span()?.end);
     if is_inline {
         let mut document = document.into_mut();
         below(document.as_table_mut(), path)?.remove(name)?;
         return Some(document.to_string());
     }
-    let text = document.raw();
     let first = text[..start].rfind('\n').map_or(0, |end| end + 1);
     let next = text[end..].find('\n').map_or(text.len(), |length| end + length + 1);
     Some([&text[..first], &text[next..]].concat())
@@ -114,6 +112,14 @@ impl Setting {
         }
     }
 
+    /// That the file says so already.
+    pub fn words_if_unchanged(&self) -> String {
+        match &self.value {
+            Some(value) => format!("{} is {value} already", self.key),
+            None => format!("{} has its default already", self.key),
+        }
+    }
+
     /// When the change takes effect while a guest runs. A section changes with all its keys, and the slowest one decides. None:
     /// there is no such key.
     pub fn effect(&self) -> Option<Effect> {
@@ -145,7 +151,7 @@ mod tests {
     #[track_caller]
     fn check(setting: &str, old: &str, new: &str) {
         let setting = Setting::parse(setting).unwrap();
-        assert_eq!(edit(FILE, &[setting]).unwrap(), FILE.replacen(old, new, 1));
+        assert_eq!(edit(FILE, &setting).unwrap(), FILE.replacen(old, new, 1));
     }
 
     #[test]
@@ -170,7 +176,7 @@ mod tests {
         check("disks[0].path=", "path = \"a\"\n", "");
         check("remount.ready.port=", "{ port = 80 }", "{}");
         let many = "# first\nextra_qemu_args = [\n  \"-s\", # gdb\n]\n# last";
-        let removed = |text: &str, key: &str| edit(text, &[Setting::parse(key).unwrap()]);
+        let removed = |text: &str, key: &str| edit(text, &Setting::parse(key).unwrap());
         assert_eq!(removed(many, "extra_qemu_args=").unwrap(), "# first\n# last");
         assert_eq!(removed("boot.kernel = \"k\"\ncpus = 2", "boot.kernel=").unwrap(), "cpus = 2");
         assert_eq!(
@@ -181,14 +187,22 @@ mod tests {
             let problem = removed(FILE, key).unwrap_err()[0].to_string();
             assert!(problem.contains(expect), "{problem}");
         };
-        refused("memory=", "memory: is not in the file");
-        refused("disks[2].path=", "is not in the file");
+        refused("disks[2].path=", "disks[2].path: no such section");
+        refused("nets[0].mac=", "nets[0].mac: no such section");
         refused("boot=", "boot: no such key; a whole section");
+        refused("cpuz=", "cpuz: no such key");
+    }
+
+    #[test]
+    fn removal_of_an_absent_key_changes_nothing() {
+        for key in ["memory=", "boot.kernel=", "disks[0].iops=", "crash.level=", "remount.ready.unit="] {
+            check(key, "", "");
+        }
     }
 
     #[test]
     fn missing_sections_and_bad_files_are_refused() {
-        let refused = |text: &str, setting: &str| edit(text, &[Setting::parse(setting).unwrap()]).unwrap_err();
+        let refused = |text: &str, setting: &str| edit(text, &Setting::parse(setting).unwrap()).unwrap_err();
         assert!(refused(FILE, "disks[2].path=c")[0].to_string().contains("no such section"));
         assert!(refused(FILE, "cpus.x=1")[0].to_string().contains("no such section"));
         for setting in ["nets=[]", "disks=[{ path = \"/srv/c\" }]", "nvram={}"] {

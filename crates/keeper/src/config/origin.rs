@@ -6,6 +6,7 @@
 use toml::{Table, Value};
 
 use super::ConfigFile;
+use super::edit::edit;
 use super::fields::{Field, Section, Trust};
 use super::shape::{prefix_of, subsection};
 use crate::problem::Problem;
@@ -68,14 +69,8 @@ impl ConfigFile {
         if settings.is_empty() {
             return Ok(self);
         }
-        let mut table = self.table();
-        for setting in settings {
-            put(&mut table, setting).ok_or_else(|| {
-                let hint = "repeated sections count from 0 and must exist, for example nets[0].forward";
-                vec![Problem::error(&setting.key, "no such section", hint)]
-            })?;
-        }
-        Self::parse(&toml::to_string(&table).expect("a table can be written"))
+        let text = settings.iter().try_fold(self.to_text(), |text, setting| edit(&text, setting))?;
+        Self::parse(&text)
     }
 
     pub(super) fn table(&self) -> Table {
@@ -105,26 +100,6 @@ fn is_of_host(section: Section, name: &str, value: &Value) -> bool {
         Some(Trust::HostUnless(is_harmless)) => !is_harmless(value),
         Some(Trust::Host) | None => true,
     }
-}
-
-/// None if the section does not exist.
-fn put(table: &mut Table, setting: &Setting) -> Option<()> {
-    let steps = steps(&setting.key)?;
-    let (last, path) = steps.split_last()?;
-    let mut table = table;
-    for (name, position) in path {
-        let next = match position {
-            Some(at) => table.get_mut(*name)?.as_array_mut()?.get_mut(*at)?,
-            None => table.entry(*name).or_insert_with(|| Value::Table(Table::new())),
-        };
-        table = next.as_table_mut()?;
-    }
-    let (name, None) = last else { return None };
-    match &setting.value {
-        Some(value) => table.insert((*name).to_owned(), value.clone()),
-        None => table.remove(*name),
-    };
-    Some(())
 }
 
 #[cfg(test)]
