@@ -21,7 +21,8 @@ pub fn fresh_file(path: &Path) -> PathBuf {
     fresh.into()
 }
 
-/// Creates `NAME.new` in the file's folder with mode 0600, lets `write` fill it, and renames it to `NAME`.
+/// Creates `NAME.new` in the file's folder with mode 0600, lets `write` fill it, and renames it to `NAME`. Whatever has that name
+/// already is removed first and never opened: it may be an unfinished file, or another user's link or socket.
 ///
 /// If this fails, the temporary file is removed. Only if the last sync of the folder fails, the file has its new name
 /// already.
@@ -31,7 +32,11 @@ pub fn replace_file<T>(
     write: impl FnOnce(&mut File) -> io::Result<T>,
 ) -> io::Result<T> {
     let fresh = fresh_file(path);
-    let mut file = OpenOptions::new().read(true).write(true).create(true).truncate(true).mode(0o600).open(&fresh)?;
+    match fs::remove_file(&fresh) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+        _ => {}
+    }
+    let mut file = OpenOptions::new().read(true).write(true).create_new(true).mode(0o600).open(&fresh)?;
     let written = write(&mut file).and_then(|written| {
         if lasting == Durability::PowerCut {
             file.sync_all()?;
@@ -51,4 +56,28 @@ pub fn replace_file<T>(
 pub fn sync_folder_of(path: &Path) -> io::Result<()> {
     let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
     File::open(folder)?.sync_all()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+    use std::os::unix::fs::symlink;
+    use std::os::unix::net::UnixListener;
+
+    use super::*;
+
+    #[test]
+    fn what_has_the_temporary_name_is_not_opened() {
+        let folder = tempfile::tempdir().unwrap();
+        let (file, others) = (folder.path().join("journal.json"), folder.path().join("others"));
+        let write = |text: &str| replace_file(&file, Durability::Process, |fresh| fresh.write_all(text.as_bytes()));
+        fs::write(&others, "theirs").unwrap();
+        symlink(&others, fresh_file(&file)).unwrap();
+        write("first").unwrap();
+        assert_eq!(fs::read_to_string(&others).unwrap(), "theirs");
+        let _socket = UnixListener::bind(fresh_file(&file)).unwrap();
+        write("second").unwrap();
+        assert_eq!(fs::read_to_string(&file).unwrap(), "second");
+        assert!(!file.is_symlink());
+    }
 }
