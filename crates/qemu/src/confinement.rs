@@ -110,8 +110,9 @@ fn rules(binary: &Binary, launch: &Launch) -> Result<RulesetCreated, RulesetErro
     let read = make_bitflags!(AccessFs::{ReadFile | ReadDir});
     let write = make_bitflags!(AccessFs::{ReadFile | WriteFile});
     let device = make_bitflags!(AccessFs::{ReadFile | WriteFile | IoctlDev});
-    // QEMU makes the socket of its screen itself, under a name that is new.
-    let screen = launch.vnc_socket.as_deref().and_then(Path::parent);
+    // QEMU makes the socket of its screen itself. A name in the runtime folder could be one that the keeper needs: that of its own
+    // socket, or of a file that it is about to write.
+    let screen = launch.screen_folder.as_deref();
     empty_rules(&launch.nets.iter().map(|net| &net.backend).collect::<Vec<_>>())?
         .add_rules(path_beneath_rules(SYSTEM, run))?
         .add_rules(path_beneath_rules(program_files(binary), run))?
@@ -303,6 +304,24 @@ mod tests {
         stand.check_refused("other processes", "cat /proc/$KEEPER/status");
         // Whether a process may trace another one is what decides here; nothing is traced.
         stand.check_refused("the keeper's memory", "exec 3< /proc/$KEEPER/mem");
+    }
+
+    #[test]
+    fn screen_allows_sockets_in_its_own_folder_alone() {
+        if !kernel_has(ABI::V1) {
+            return eprintln!("skipped: this kernel has no Landlock");
+        }
+        let mut stand = Stand::new();
+        let folder = stand.folder.path().join("screen-1");
+        fs::create_dir(&folder).unwrap();
+        stand.launch.screen_folder = Some(folder);
+        let bind = |path: &str| {
+            let program = "socket(my $s, PF_UNIX, SOCK_STREAM, 0); exit !bind($s, sockaddr_un($ARGV[0]))";
+            format!("perl -MSocket -e '{program}' {path}")
+        };
+        assert!(stand.tries(true, &bind("screen-1/vnc")));
+        stand.check_refused("a name that the keeper needs", &bind("journal.json.new"));
+        stand.check_refused("the folder of the next QEMU", "mkdir screen-2");
     }
 
     #[test]

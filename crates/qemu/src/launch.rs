@@ -21,6 +21,8 @@ const AGENT_SLOT: usize = 0x5;
 const SCREEN_SLOT: usize = 0x6;
 /// A card that firmware and every guest can drive, and that every QEMU has. Each QEMU must give it as much memory.
 pub(crate) const SCREEN_CARD: &str = "VGA,vgamem_mb=16";
+/// Name of the VNC server's socket in its folder.
+pub const SCREEN_SOCKET: &str = "vnc";
 /// First PCI slot of the disks. There are 16 of them, then the networks; the slots below are for devices that every
 /// machine has.
 const DISK_SLOT: usize = 0x8;
@@ -68,8 +70,9 @@ pub struct Launch {
     pub qmp_socket: PathBuf,
     /// Path of the guest agent's socket. None: no channel to an agent.
     pub agent_socket: Option<PathBuf>,
-    /// Path of the VNC server's socket, which QEMU itself makes with its umask. None: the guest has no graphics card.
-    pub vnc_socket: Option<PathBuf>,
+    /// Folder for the VNC server's socket (`SCREEN_SOCKET`), which QEMU itself makes with its umask. It is made anew for this QEMU,
+    /// which can make further sockets there, and so holds nothing else. None: the guest has no graphics card.
+    pub screen_folder: Option<PathBuf>,
     /// The preload library. None: QEMU starts without it.
     pub preload: Option<Preload>,
     /// Keeps the guest stopped until `Qmp::resume` (`-S`).
@@ -217,8 +220,8 @@ impl Launch {
         if let Some(number) = sockets.agent {
             agent_arguments(&mut arguments, number);
         }
-        if let Some(socket) = &self.vnc_socket {
-            screen_arguments(&mut arguments, socket);
+        if let Some(folder) = &self.screen_folder {
+            screen_arguments(&mut arguments, &folder.join(SCREEN_SOCKET));
         }
         for (position, disk) in self.disks.iter().enumerate() {
             disk_arguments(&mut arguments, position, disk, binary.version());
@@ -459,7 +462,7 @@ pub(crate) mod tests {
             serial_socket: "/run/serial".into(),
             qmp_socket: "/run/qmp".into(),
             agent_socket: None,
-            vnc_socket: None,
+            screen_folder: None,
             preload: None,
             incoming: false,
             sandbox: true,
@@ -541,10 +544,10 @@ pub(crate) mod tests {
 
     #[test]
     fn screen_is_a_card_and_a_unix_socket() {
-        let launch = Launch { vnc_socket: Some("/run/a,b/vnc-3.sock".into()), ..launch() };
+        let launch = Launch { screen_folder: Some("/run/a,b/screen-3".into()), ..launch() };
         for version in [(7, 2), (10, 0)] {
             check(&launch, version, "-vga none ");
-            check(&launch, version, "-device VGA,vgamem_mb=16,addr=0x6 -vnc unix:/run/a,,b/vnc-3.sock ");
+            check(&launch, version, "-device VGA,vgamem_mb=16,addr=0x6 -vnc unix:/run/a,,b/screen-3/vnc ");
         }
     }
 

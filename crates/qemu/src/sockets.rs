@@ -3,10 +3,10 @@
 //! So they exist before QEMU, are private from the start, and nobody polls for them. If QEMU dies during its start, a
 //! client's connection is closed at once.
 
-use std::fs::{self, Permissions};
+use std::fs::{self, DirBuilder, Permissions};
 use std::io;
 use std::os::fd::{AsRawFd, RawFd};
-use std::os::unix::fs::PermissionsExt;
+use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
 use std::os::unix::net::UnixListener;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
@@ -42,12 +42,15 @@ pub struct SocketNumbers {
 }
 
 impl Sockets {
-    /// Makes the sockets and the transcript. An error names the socket.
+    /// Makes the sockets, the folder for the one that QEMU makes itself, and the transcript. An error names what it is about.
     pub fn bind(launch: &Launch) -> Result<Self, (PathBuf, io::Error)> {
         let bind = |path: &Path| bind(path).map_err(|error| (path.to_owned(), error));
         let networks = launch.nets.iter().filter_map(|net| net.backend.number());
         let others = networks.chain(launch.inherited.iter().copied()).collect();
         let agent = launch.agent_socket.as_deref().map(bind).transpose()?;
+        if let Some(folder) = &launch.screen_folder {
+            make_empty(folder).map_err(|error| (folder.clone(), error))?;
+        }
         let transcript = Transcript::create().map_err(|error| (PathBuf::from("the console's transcript"), error))?;
         Ok(Self { qmp: bind(&launch.qmp_socket)?, serial: bind(&launch.serial_socket)?, transcript, agent, others })
     }
@@ -83,6 +86,15 @@ impl Sockets {
     pub fn into_transcript(self) -> Transcript {
         self.transcript
     }
+}
+
+/// Makes a private folder; what is there is removed.
+fn make_empty(folder: &Path) -> io::Result<()> {
+    match fs::remove_dir_all(folder) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+        _ => {}
+    }
+    DirBuilder::new().mode(0o700).create(folder)
 }
 
 /// Makes a listening socket; replaces the stale one of a dead QEMU.

@@ -18,6 +18,7 @@ use hearth_disk::image::LockOwner;
 use hearth_disk::nvram;
 use hearth_disk::tag::{TAG_KEY_BYTES, Tagger};
 use hearth_memory::{Durability, replace_file};
+use hearth_qemu::launch::SCREEN_SOCKET;
 use hearth_recovery::rejuvenation::parked;
 use hearth_recovery::{images, random};
 use rustix::fs::{FlockOperation, flock};
@@ -76,8 +77,8 @@ pub fn disk_socket(runtime: &Path, disk: &str) -> PathBuf {
     runtime.join(format!("disk-{disk}.sock"))
 }
 
-fn vnc_socket_name(generation: u32) -> String {
-    format!("vnc-{generation}.sock")
+fn screen_name(generation: u32) -> String {
+    format!("screen-{generation}")
 }
 
 /// Path of the registers of an incarnation that will be dumped, in the runtime folder.
@@ -131,9 +132,9 @@ impl Folders {
         self.runtime.join(format!("agent-{generation}.sock"))
     }
 
-    /// The socket of a QEMU's VNC server.
-    pub fn vnc_socket(&self, generation: u32) -> PathBuf {
-        self.runtime.join(vnc_socket_name(generation))
+    /// The folder with the socket of a QEMU's VNC server, in which that QEMU can make sockets.
+    pub fn screen(&self, generation: u32) -> PathBuf {
+        self.runtime.join(screen_name(generation))
     }
 
     pub fn userfault_socket(&self, generation: u32) -> PathBuf {
@@ -161,7 +162,7 @@ impl Folders {
         {
             return Err(error);
         }
-        symlink(vnc_socket_name(generation), &draft)?;
+        symlink(Path::new(&screen_name(generation)).join(SCREEN_SOCKET), &draft)?;
         fs::rename(draft, link)
     }
 
@@ -186,16 +187,16 @@ impl Folders {
         tag_key(&path).map(|key| Tagger::new(&key)).map_err(|source| FolderError::Unusable { path, source })
     }
 
-    /// Removes the sockets and packet gates of a QEMU that has ended.
+    /// Removes the sockets, the screen's folder and the packet gates of a QEMU that has ended.
     pub fn discard_generation(&self, generation: u32) {
         let nets = (0..8).map(|net| self.passt_pid(net, generation));
-        let sockets =
-            [Self::qmp_socket, Self::serial_socket, Self::agent_socket, Self::vnc_socket, Self::userfault_socket];
+        let sockets = [Self::qmp_socket, Self::serial_socket, Self::agent_socket, Self::userfault_socket];
         let sockets = sockets.map(|socket| socket(self, generation));
         for path in sockets.into_iter().chain(nets).chain([self.gates(generation)]) {
             // Most of these never existed; a file that stays is replaced by its next user.
             let _ = fs::remove_file(path);
         }
+        let _ = fs::remove_dir_all(self.screen(generation));
     }
 
     /// Removes RAM files, ledgers, table logs, the boot set and the tag key. Call it when the machine has stopped.

@@ -76,7 +76,7 @@ pub fn launch(
         serial_socket: folders.serial_socket(generation),
         qmp_socket: folders.qmp_socket(generation),
         agent_socket: None,
-        vnc_socket: config.guest.screen.then(|| folders.vnc_socket(generation)),
+        screen_folder: config.guest.screen.then(|| folders.screen(generation)),
         preload: Some(Preload {
             library: preload.to_owned(),
             socket: folders.userfault_socket(generation),

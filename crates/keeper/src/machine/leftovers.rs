@@ -27,7 +27,7 @@ const QEMU_LOGS_MAX: usize = 8;
 
 /// Files of one QEMU; their names end with the generation's number.
 const OF_A_QEMU: [&str; 7] =
-    ["qmp-*.sock", "serial-*.sock", "agent-*.sock", "vnc-*.sock", "userfault-*.sock", "valves-*", "passt-*.pid"];
+    ["qmp-*.sock", "serial-*.sock", "agent-*.sock", "userfault-*.sock", "screen-*", "valves-*", "passt-*.pid"];
 const OF_A_DEAD_GUEST: &str = "registers-*";
 /// Files of a running machine.
 const OF_A_GUEST: [&str; 2] = ["disk-*.sock", VNC_SOCKET];
@@ -86,7 +86,9 @@ pub fn remove_old_logs(runtime: &Path) {
 }
 
 fn forget(path: &Path) {
-    if let Err(error) = fs::remove_file(path) {
+    let is_folder = path.symlink_metadata().is_ok_and(|found| found.is_dir());
+    let removed = if is_folder { fs::remove_dir_all(path) } else { fs::remove_file(path) };
+    if let Err(error) = removed {
         tracing::debug!(path = %path.display(), %error, "cannot remove");
     }
 }
@@ -118,8 +120,8 @@ mod tests {
         "qmp-31.sock",
         "serial-3.sock",
         "agent-3.sock",
-        "vnc-3.sock",
         "userfault-3.sock",
+        "screen-3",
         "valves-3",
         "passt-0-3.pid",
         "passt-3-2.pid",
@@ -141,6 +143,9 @@ mod tests {
         for name in OF_QEMUS.iter().chain(&OTHERS).copied().chain(at_rest.iter().map(String::as_str)) {
             fs::write(folder.path().join(name), "").unwrap();
         }
+        let screen = folder.path().join("screen-2");
+        fs::create_dir(&screen).unwrap();
+        fs::write(screen.join("vnc"), "").unwrap();
         remove(folder.path(), needed);
         let mut left: Vec<_> =
             files(folder.path()).map(|(name, _)| name).filter(|name| !at_rest.contains(name)).collect();

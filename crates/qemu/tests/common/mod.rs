@@ -58,7 +58,7 @@ impl Rig {
             serial_socket: folder.path().join("serial.sock"),
             qmp_socket: folder.path().join("qmp.sock"),
             agent_socket: None,
-            vnc_socket: None,
+            screen_folder: None,
             preload: None,
             hold_still: false,
             incoming: false,
