@@ -208,7 +208,7 @@ enum Verb {
     ///
     /// The domain stays libvirt's. From its next start on, Hearth serves its disks, and its next guest finds what its last one had in
     /// memory. `attach` shows what it changes, and asks. For a domain that is attached already: takes its new disks.
-    #[command(after_help = "Example: hearth attach web && virsh shutdown web && virsh start web")]
+    #[command(after_help = "Example: hearth attach web && virsh shutdown web    (once it is off: virsh start web)")]
     Attach(attach::AttachArguments),
     /// Give the disks of a domain back to libvirt.
     ///

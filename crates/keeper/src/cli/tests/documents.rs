@@ -66,6 +66,18 @@ fn is_wrong(error: &clap::Error, command: &str) -> bool {
     }
 }
 
+/// `virsh shutdown` returns before the domain is off, and what is pasted after it comes too early.
+#[test]
+fn pasted_shutdowns_are_waited_for() {
+    for (page, text) in pages() {
+        let lines: Vec<_> = text.lines().collect();
+        let needs_it_off =
+            |line: &str| ["virsh start ", "hearth import "].iter().any(|command| line.starts_with(command));
+        let early = lines.windows(2).find(|pair| pair[0].starts_with("virsh shutdown ") && needs_it_off(pair[1]));
+        assert_eq!(early, None, "{}", page.display());
+    }
+}
+
 #[test]
 fn every_command_of_the_pages_is_understood() {
     let mut tried = 0;
