@@ -39,6 +39,8 @@ pub struct Imported {
     pub guest_agent: bool,
     /// Action of its watchdog, as in machine.toml.
     pub watchdog: Option<&'static str>,
+    /// Whether its guest has a screen.
+    pub screen: bool,
     /// What is not carried over, in the order of the definition.
     pub left: Vec<Left>,
 }
@@ -146,6 +148,14 @@ const KNOWN_DEVICES: &[&str] = &[
     "watchdog/*",
     "memballoon/*",
     "memory/*",
+    "graphics/*",
+    "video/*",
+    // Every machine has these two, on PS/2; libvirt names that bus if no other is asked for.
+    "input@type=mouse",
+    "input@type=keyboard",
+    "input@bus=ps2",
+    "input/alias/*",
+    "input/address/*",
     "controller@type",
     "controller@index",
     "controller@model",
@@ -195,11 +205,12 @@ const KNOWN_OF_NET: &[&str] = &[
 ];
 
 /// Devices that a machine does not have: their elements, and why.
-const DEVICES: [(&[&str], &str); 5] = [
+const DEVICES: [(&[&str], &str); 6] = [
     (
-        &["graphics", "video", "input", "sound", "audio"],
-        "a machine has a serial console, and no display, keyboard or sound",
+        &["input", "input@type", "input@bus", "input@model", "input/driver", "input/source"],
+        "a machine has a PS/2 keyboard and mouse, and no other",
     ),
+    (&["sound", "audio"], "a machine has no sound"),
     (&["hostdev"], "Hearth passes no device of the host through to a guest"),
     (&["redirdev", "redirfilter", "smartcard", "hub"], "a machine has no USB"),
     (&["filesystem"], "Hearth shares no folders of the host with a guest"),
@@ -243,6 +254,7 @@ pub fn import(xml: &str, check: impl Fn(&Disk) -> Result<(), String>) -> Result<
     let disks = disks(&domain, &mut left, check);
     let nets = elements(domain.devices, "interface").filter_map(|element| net(element, &mut left)).collect();
     let (guest_agent, watchdog) = (has_agent(&domain, &mut left), watchdog(&domain, &mut left));
+    let screen = has_screen(&domain, &mut left);
     devices(&domain, &mut left);
     let vcpus = domain.child("vcpu");
     let current = vcpus.and_then(|vcpus| vcpus.attribute("current")).and_then(|count| count.parse().ok());
@@ -259,6 +271,7 @@ pub fn import(xml: &str, check: impl Fn(&Disk) -> Result<(), String>) -> Result<
         nets,
         guest_agent,
         watchdog,
+        screen,
         left: left.0,
     })
 }
@@ -538,6 +551,22 @@ fn watchdog(domain: &Domain<'_, '_>, left: &mut Lefts) -> Option<&'static str> {
     found
 }
 
+/// Whether the guest has a screen, or a graphics card that it may show one on.
+fn has_screen(domain: &Domain<'_, '_>, left: &mut Lefts) -> bool {
+    let is_card = |video: Node<'_, '_>| attribute_of(video, "model", "type") != Some("none");
+    let graphics = elements(domain.devices, "graphics").count() > 0;
+    let video = elements(domain.devices, "video").any(is_card);
+    if graphics || video {
+        let names: Vec<_> = [("graphics", graphics), ("video", video)]
+            .into_iter()
+            .filter_map(|(name, is)| is.then_some(name))
+            .collect();
+        let why = "the guest gets a VGA card instead, and a screen that `hearth view` shows (display = \"vnc\")";
+        left.add(names.join(", "), why);
+    }
+    graphics || video
+}
+
 fn devices(domain: &Domain<'_, '_>, left: &mut Lefts) {
     list(unknown(domain.devices, &[KNOWN_DEVICES]), &DEVICES, "a machine has no such device", left);
     if elements(domain.devices, "memballoon").any(|balloon| balloon.attribute("model") != Some("none")) {
@@ -642,7 +671,8 @@ mod tests {
                 "network 52:54:00:12:34:56",
                 "channel com.redhat.spice.0",
                 "watchdog itco, reset",
-                "input, graphics, video",
+                "graphics, video",
+                "input type='tablet', input bus='usb'",
                 "memballoon"
             ]
         );
@@ -671,6 +701,7 @@ mod tests {
             nets: vec![],
             guest_agent: true,
             watchdog: None,
+            screen: true,
             left: imported.left.clone(),
         };
         assert_eq!(imported, expect);
@@ -761,6 +792,18 @@ mod tests {
     }
 
     #[test]
+    fn guest_with_graphics_gets_a_screen() {
+        let check = |elements: &str, expect: Option<&str>| {
+            let imported = imported(&PLAIN.replace("<devices>", &format!("<devices>{elements}")));
+            assert_eq!((imported.screen, names(&imported).first().copied()), (expect.is_some(), expect), "{elements}");
+        };
+        check("", None);
+        check("<video><model type='none'/></video>", None);
+        check("<video><model type='qxl' ram='65536'/></video>", Some("video"));
+        check("<graphics type='vnc' port='-1'/><video><model type='virtio'/></video>", Some("graphics, video"));
+    }
+
+    #[test]
     fn what_a_machine_does_not_have_is_listed() {
         for (element, what, why) in [
             ("<hostdev mode='subsystem' type='pci'/>", "hostdev", "no device of the host"),
@@ -815,7 +858,8 @@ mod tests {
              devices/interface/backend@type=passt devices/interface/portForward@proto=tcp \
              devices/interface/portForward@address=::1 devices/interface/portForward/range@start=7 \
              devices/interface/alias@name=a devices/interface/address@type=pci devices/disk@model=virtio \
-             devices/disk/boot@order=1 devices/disk/alias@name=a devices/disk/address@type=pci devices/disk/readonly",
+             devices/disk/boot@order=1 devices/disk/alias@name=a devices/disk/address@type=pci devices/disk/readonly \
+             devices/input@type=mouse devices/input@type=keyboard devices/input@bus=ps2 devices/input/alias@name=a",
         ),
         (
             Fate::Told,
@@ -837,7 +881,8 @@ mod tests {
              on_crash=preserve on_crash=coredump-destroy on_lockfailure=poweroff pm/suspend-to-mem@enabled=no \
              perf/event@name=cmt idmap/uid@start=0 keywrap/cipher commandline/arg capabilities/add deprecation@behavior=crash \
              override/device namespace/sharenet datacenterpath setting-of-tomorrow features/setting-of-tomorrow \
-             devices/lease devices/filesystem@type=mount devices/input@type=mouse devices/sound@model=ich9 devices/audio@id=1 \
+             devices/lease devices/filesystem@type=mount devices/input@type=tablet devices/input@bus=usb \
+             devices/input@model=virtio devices/input/source@dev=/dev/input/event1 devices/sound@model=ich9 devices/audio@id=1 \
              devices/hostdev@mode=subsystem devices/graphics@type=vnc devices/video devices/parallel@type=pty \
              devices/smartcard@mode=host devices/hub@type=usb devices/redirdev@bus=usb devices/redirfilter/usbdev \
              devices/tpm@model=tpm-crb devices/shmem@name=a devices/memory@model=dimm devices/watchdog@action=poweroff \

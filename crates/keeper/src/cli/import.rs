@@ -127,6 +127,7 @@ fn configuration(imported: &Imported) -> ConfigFile {
         qemu: imported.emulator.as_ref().map(text),
         qemu_user: rustix::process::geteuid().is_root().then(|| OWN_USER.to_owned()),
         guest_agent: imported.guest_agent.then_some(true),
+        display: imported.screen.then(|| "vnc".to_owned()),
         boot: Some(boot),
         watchdog: imported.watchdog.map(|action| WatchdogSection { action: Some(action.to_owned()) }),
         disks: imported.disks.iter().map(section).collect(),
@@ -216,7 +217,7 @@ mod tests {
         <disk type='file'><driver type='qcow2' cache='none'/><source file='/srv/web.qcow2'/><target dev='vda' bus='virtio'/></disk>\
         <interface type='user'><mac address='52:54:00:12:34:56'/><model type='virtio'/></interface>\
         <channel type='unix'><target type='virtio' name='org.qemu.guest_agent.0'/></channel>\
-        <watchdog model='i6300esb' action='reset'/></devices></domain>";
+        <watchdog model='i6300esb' action='reset'/><graphics type='vnc'/></devices></domain>";
 
     fn imported(os: &str) -> Imported {
         import::import(&DOMAIN.replace("OS", os), |_| Ok(())).unwrap()
@@ -233,7 +234,7 @@ mod tests {
         assert_eq!((config.name.as_str(), config.guest.memory_bytes, config.guest.cpus), ("web", 1026 << 20, 2));
         assert_eq!(config.guest.cpu_model.as_deref(), Some("qemu64"));
         assert_eq!(config.guest.machine_type.as_deref(), Some("pc-q35-7.2"));
-        assert!(config.guest.agent && config.guest.watchdog.is_some());
+        assert!(config.guest.agent && config.guest.watchdog.is_some() && config.guest.screen);
         let disk = &config.devices.disks[0];
         assert!(disk.name == "vda" && disk.path == Path::new("/srv/web.qcow2") && disk.direct, "{disk:?}");
         assert_eq!(config.devices.nets[0].mac, "52:54:00:12:34:56");
