@@ -10,10 +10,12 @@ use std::time::{Duration, Instant};
 
 use hearth_api::ErrorWord;
 
-use super::{CliError, Context, parked};
+use super::{CliError, Context, parked, service, words};
 use crate::attachment::Attachment;
 use crate::check::life;
 use crate::client::{Client, ClientError};
+use crate::config::is_name;
+use crate::home::Home;
 use crate::host_reload::Record;
 use crate::runtime_root::RuntimeRoot;
 
@@ -71,14 +73,36 @@ impl Context<'_> {
             return CliError::Off { name: name.to_owned() };
         }
         parked.unwrap_or_else(|| {
-            let others = running(&self.root).into_iter().filter(|other| other != name).collect();
-            CliError::NotRunning { name: name.to_owned(), others, root: self.root.path().to_owned() }
+            let home =
+                Some(&self.root).filter(|root| **root == RuntimeRoot::for_this_user()).and_then(|_| home_of(name));
+            let hint = home.map_or_else(
+                || {
+                    let others: Vec<_> = running(&self.root).into_iter().filter(|other| other != name).collect();
+                    words::others(&others, self.root.path())
+                },
+                |home| format!("start it with `{}`", start_command(&home, service::is_there())),
+            );
+            CliError::NotRunning { name: name.to_owned(), hint }
         })
     }
 
     fn parked(&self, name: &str) -> Option<CliError> {
         let guest = parked::find(&self.root, Record::of_this_host().as_ref(), name)?;
         Some(CliError::Parked { name: name.to_owned(), guest: Box::new(guest) })
+    }
+}
+
+/// The home of a machine that has a configuration there.
+fn home_of(name: &str) -> Option<Home> {
+    let home = (is_name(name) && Home::is_known()).then(|| Home::of(name))?;
+    home.file().exists().then_some(home)
+}
+
+/// What starts a machine that `hearth new` made. `in_background`: systemd can run it.
+pub fn start_command(home: &Home, in_background: bool) -> String {
+    match in_background {
+        true => format!("hearth start {}", home.name()),
+        false => format!("hearth run {}", home.file().display()),
     }
 }
 
@@ -100,4 +124,16 @@ fn running(root: &RuntimeRoot) -> Vec<String> {
     let mut names = root.names();
     names.retain(|name| Client::new(root.api_socket(name)).with_patience(PRESENCE_PATIENCE).status().is_ok());
     names
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn start_command_fits_the_host() {
+        let home = Home::in_folder("web", Path::new("/srv"));
+        assert_eq!(start_command(&home, true), "hearth start web");
+        assert_eq!(start_command(&home, false), "hearth run /srv/etc/web.toml");
+    }
 }

@@ -527,8 +527,8 @@ struct WaitArgument {
 /// Errors of all verbs.
 #[derive(Debug, thiserror::Error)]
 pub enum CliError {
-    #[error("{name} is not running; {}", words::others(others, root))]
-    NotRunning { name: String, others: Vec<String>, root: PathBuf },
+    #[error("{name} is not running; {hint}")]
+    NotRunning { name: String, hint: String },
     #[error("{name} is an attached domain of libvirt; Hearth serves it from its next start on: virsh start {name}")]
     Off { name: String },
     #[error(

@@ -16,6 +16,7 @@ use clap::Args;
 use hearth_disk::image::{backing_images, create_overlay};
 use serde::Serialize;
 
+use super::machine::start_command;
 use super::{CliError, Context, Exit, absolute, service};
 use crate::check::{self, Purpose};
 use crate::config::{BootSection, Config, ConfigFile, DiskFormat, DiskSection, Forward, NetSection, uefi_template};
@@ -272,7 +273,7 @@ fn tell(
     let seed = Some(home.seed()).filter(|seed| seed.exists());
     let foreground = format!("hearth run {}", file.display());
     let in_background = service::is_there();
-    let next = if in_background { format!("hearth start {name}") } else { foreground.clone() };
+    let next = start_command(home, in_background);
     if context.json {
         let disk = home.disk();
         return context.write_json(&Report { name, file, disk, seed, forward: &forward, warnings, next });
