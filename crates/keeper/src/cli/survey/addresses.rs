@@ -1,10 +1,11 @@
 //! Addresses of object stores in what people read: errors and events have them anywhere in their text.
 
 const HIDDEN: &str = "[address]";
-/// What ends an address in a text. A space alone may be a part of it.
+/// What ends an address in a text. No address that Hearth uses contains one of these; a space alone does not end it, because a
+/// refused one may have that.
 const ENDS: [&str; 6] = [": ", "; ", ", ", " (", "\"", "\n"];
 
-/// The text without addresses. Rather hides too much than a part of an address too little.
+/// The text without addresses. Where it is unclear whether an address goes on, that part is hidden, too.
 pub fn hidden(text: &str) -> String {
     let mut shown = String::with_capacity(text.len());
     let mut rest = text;
@@ -22,6 +23,8 @@ pub fn hidden(text: &str) -> String {
 
 #[cfg(test)]
 mod tests {
+    use hearth_store::Address;
+
     use super::*;
 
     #[test]
@@ -33,5 +36,13 @@ mod tests {
         check("http://user:x@h:9/a b: refused; https://h/é: é", "[address]: refused; [address]: é");
         check("copied to /srv/web: 3 GiB", "copied to /srv/web: 3 GiB");
         check("é://", "é[address]");
+    }
+
+    #[test]
+    fn no_usable_address_has_an_end_within() {
+        assert!(Address::parse("s3://bucket/a-b").is_ok());
+        for end in ENDS {
+            assert!(Address::parse(&format!("s3://bucket/a{end}b")).is_err(), "{end:?}");
+        }
     }
 }
