@@ -711,9 +711,17 @@ fn completions_and_manual_pages_know_every_verb() {
     for verb in Cli::command().get_subcommands() {
         let is_offered = offered.iter().any(|word| word.get_value() == verb.get_name());
         assert_eq!(is_offered, !verb.is_hide_set(), "{}", verb.get_name());
-        let page = std::fs::read_to_string(folder.join(format!("man1/hearth-{}.1", verb.get_name()))).unwrap();
+        let page = std::fs::read_to_string(folder.join(format!("man1/hearth-{}.1", verb.get_name())));
+        assert_eq!(page.is_ok(), is_offered, "{}", verb.get_name());
+        let Ok(page) = page else { continue };
         assert!(page.contains(verb.get_name()) && page.contains("\n.SH \"EXIT STATUS\"\n"), "{page}");
+        let page = page.replace("\\-", "-");
+        for of_it in verb.get_subcommands().flat_map(clap::Command::get_opts) {
+            let option = format!("--{}", of_it.get_long().unwrap());
+            assert!(page.contains(&option), "{option}: {page}");
+        }
     }
+    check_references(&folder);
     let keys = std::fs::read_to_string(folder.join("man5/hearth.toml.5")).unwrap();
     for field in crate::config::FIELDS {
         let entry = format!("\n.TP\n\\fB{}\\fR (", field.key);
@@ -725,6 +733,31 @@ fn completions_and_manual_pages_know_every_verb() {
         Exit::Failed,
         &format!("cannot use {}: No such file or directory (os error 2)", nowhere.display()),
     );
+}
+
+/// Each page that one of Hearth's pages refers to, as hearth-run(1), must exist.
+#[track_caller]
+fn check_references(folder: &Path) {
+    let mut found = 0;
+    for section in ["man1", "man5"] {
+        for page in std::fs::read_dir(folder.join(section)).unwrap() {
+            let page = page.unwrap().path();
+            let text =
+                std::fs::read_to_string(&page).unwrap().replace("\\-", "-").replace("\\fB", "").replace("\\fR", "");
+            for (at, _) in text.match_indices("hearth") {
+                let Some((name, rest)) = text[at..].split_once('(') else { continue };
+                let is_name = name.bytes().all(|byte| byte.is_ascii_lowercase() || b"-.".contains(&byte));
+                let Some(number) = rest.strip_prefix(['1', '5']).filter(|rest| is_name && rest.starts_with(')')) else {
+                    continue;
+                };
+                let number = &rest[..rest.len() - number.len()];
+                let other = folder.join(format!("man{number}/{name}.{number}"));
+                assert!(other.exists(), "{}: {name}({number})", page.display());
+                found += 1;
+            }
+        }
+    }
+    assert!(found > 40, "{found}");
 }
 
 #[test]

@@ -53,7 +53,7 @@ const VARIABLES: [(&str, &str); 2] = [
     ("HEARTH_RUNTIME_ROOT", "As the option --runtime-root."),
 ];
 
-/// Writes FOLDER/man1/hearth.1, hearth-VERB.1 for each verb, and FOLDER/man5/hearth.toml.5.
+/// Writes FOLDER/man1/hearth.1, hearth-VERB.1 for each verb that is not hidden, and FOLDER/man5/hearth.toml.5.
 pub fn write(context: &mut Context<'_>, folder: &Path) -> Result<Exit, CliError> {
     let unusable = |source| CliError::File { path: folder.to_owned(), source };
     if !fs::metadata(folder).map_err(unusable)?.is_dir() {
@@ -62,7 +62,7 @@ pub fn write(context: &mut Context<'_>, folder: &Path) -> Result<Exit, CliError>
     let mut command = Cli::command();
     command.build();
     write_page(context, folder, "man1", "hearth.1", &program(&command)?)?;
-    for verb in command.get_subcommands().filter(|verb| verb.get_name() != "help") {
+    for verb in shown(&command) {
         write_page(context, folder, "man1", &format!("hearth-{}.1", verb.get_name()), &of_verb(verb)?)?;
     }
     write_page(context, folder, "man5", "hearth.toml.5", &keys::page())?;
@@ -80,6 +80,8 @@ fn write_page(context: &mut Context<'_>, folder: &Path, section: &str, name: &st
 /// `hearth(1)`.
 fn program(command: &Command) -> io::Result<String> {
     let mut end = Roff::new();
+    end.control("SH", ["COMMANDS"]);
+    shown(command).for_each(|verb| entry(&mut end, &format!("hearth-{}(1)", verb.get_name()), &line(verb)));
     literal(end.control("SH", ["EXAMPLES"]), EXAMPLES.trim_start_matches("Examples:\n"));
     end.control("SH", ["EXIT STATUS"]);
     EXIT_CODES.iter().for_each(|(code, meaning, _)| entry(&mut end, &code.to_string(), meaning));
@@ -111,7 +113,35 @@ fn of_verb(verb: &Command) -> io::Result<String> {
     end.control("SH", ["EXIT STATUS"]).text([roman(codes)]);
     let others = end.control("SH", ["SEE ALSO"]);
     others.text([bold("hearth"), roman("(1), "), bold("hearth.toml"), roman("(5)")]);
-    Ok(beginning(verb)? + &end.render())
+    Ok(beginning(verb)? + &own_verbs(verb)? + &end.render())
+}
+
+/// The section of a verb's own verbs, which have no pages. Empty if it has none.
+fn own_verbs(verb: &Command) -> io::Result<String> {
+    let mut page = String::new();
+    for (index, verb) in shown(verb).enumerate() {
+        let mut head = Roff::new();
+        if index == 0 {
+            head.control("SH", ["COMMANDS"]);
+        }
+        let usage = verb.clone().render_usage().to_string();
+        head.control("SS", [usage.trim_start_matches("Usage: ")])
+            .text([roman(verb.get_long_about().map_or_else(|| line(verb), ToString::to_string))]);
+        let own = verb.clone().mut_args(|argument| {
+            let is_of_all = argument.is_global_set() || argument.get_id() == "help";
+            if is_of_all { argument.hide(true) } else { argument }
+        });
+        let mut options = Vec::new();
+        Man::new(own).render_options_section(&mut options)?;
+        page += &head.render();
+        page += &text(options).replace(".SH OPTIONS\n", "");
+    }
+    Ok(page)
+}
+
+/// What a command does, in one line.
+fn line(command: &Command) -> String {
+    command.get_about().expect("each verb has a line that says what it does").to_string()
 }
 
 /// The sections that the command line's definition has.
@@ -123,10 +153,11 @@ fn beginning(command: &Command) -> io::Result<String> {
     man.render_synopsis_section(&mut page)?;
     man.render_description_section(&mut page)?;
     man.render_options_section(&mut page)?;
-    if shown(command).next().is_some() {
-        man.render_subcommands_section(&mut page)?;
-    }
-    Ok(String::from_utf8(page).expect("the definition is text"))
+    Ok(text(page))
+}
+
+fn text(page: Vec<u8>) -> String {
+    String::from_utf8(page).expect("the definition is text")
 }
 
 /// A term and what it means. `meaning`: as `inlines` reads it.
