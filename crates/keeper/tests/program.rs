@@ -52,6 +52,19 @@ fn stopped_machine_gives_exit_code_3() {
 }
 
 #[test]
+fn json_that_would_be_ignored_is_refused() {
+    let root = tempfile::tempdir().unwrap();
+    for (arguments, what) in [
+        (&["view", "web"][..], "`hearth view`"),
+        (&["restore", "/srv/web-1", "--as", "web"], "`hearth restore`"),
+        (&["report", "web", "-o", "-"], "a report on standard output"),
+    ] {
+        let error = format!("hearth: {what} prints no JSON: leave out --json\n");
+        check(root.path(), &[arguments, &["--json"]].concat(), 2, "", &error);
+    }
+}
+
+#[test]
 fn top_needs_a_terminal() {
     let root = tempfile::tempdir().unwrap();
     let error = "hearth: `hearth top` needs a terminal; `hearth ls` lists the machines without one\n";

@@ -145,8 +145,8 @@ pub fn detach(context: &mut Context<'_>, arguments: &DetachArguments) -> Result<
     // Its keeper may have died, and the next one needs the files.
     if !virsh.is_off(&name)? && is_served(&virsh, &name, &context.root)? {
         attachment.note_detached().map_err(|source| CliError::File { path: attachment.file(), source })?;
-        context
-            .write_line(&format!("{name} is detached from its next start on; until then Hearth serves its disks"))?;
+        let line = format!("{name} is detached from its next start on; until then Hearth serves its disks");
+        context.write_done(&name, &line)?;
         return Ok(Exit::Done);
     }
     // What is kept of its last guest is of no more use.
@@ -154,7 +154,7 @@ pub fn detach(context: &mut Context<'_>, arguments: &DetachArguments) -> Result<
         let _ = context.client(&name).send(&hearth_api::StopRequest { force: false });
     }
     attachment.remove();
-    context.write_line(&format!("{name} is detached"))?;
+    context.write_done(&name, &format!("{name} is detached"))?;
     Ok(Exit::Done)
 }
 

@@ -9,7 +9,7 @@ use std::io::{self, Write};
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use clap::{Args, CommandFactory, Parser, Subcommand};
+use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand};
 use clap_complete::CompleteEnv;
 use hearth_api::{CrashMethod, CrashRequest, RebootRequest, StopRequest};
 use hearth_disk::image::{ImageError, OverlayError};
@@ -138,6 +138,9 @@ fn exit_codes() -> String {
     let lines = EXIT_CODES.map(|(code, meaning, _)| format!("\n  {code:<2} {meaning}"));
     format!("Exit codes:{}", lines.concat())
 }
+
+/// Verbs that print no JSON.
+const WITHOUT_JSON: [&str; 9] = ["run", "host", "hook", "top", "console", "view", "rehearse", "completions", "man"];
 
 const EXAMPLES: &str = "\
 Examples:
@@ -572,6 +575,8 @@ pub enum CliError {
     Hook(String),
     #[error("cannot predict: no machine in {root} has been rejuvenated yet; rejuvenate one first")]
     NoHistory { root: PathBuf },
+    #[error("{what} prints no JSON: leave out --json")]
+    NoJson { what: String },
     #[error("{file} exists and is not a Hearth report; choose another file with -o")]
     NoReport { file: PathBuf },
     #[error("{name}: {what}")]
@@ -628,7 +633,9 @@ impl CliError {
             Self::NotRunning { .. } | Self::Off { .. } | Self::Orphaned { .. } | Self::Parked { .. } => {
                 Exit::NotRunning
             }
-            Self::Configuration { .. } | Self::NotSet { .. } | Self::NotRunnable { .. } => Exit::Wrong,
+            Self::Configuration { .. } | Self::NotSet { .. } | Self::NotRunnable { .. } | Self::NoJson { .. } => {
+                Exit::Wrong
+            }
             Self::Unready { problems, .. } => Exit::of(problems),
             Self::CannotTakeOver { .. } => Exit::Later,
             // What the check refuses too, unless two keepers start at the same moment.
@@ -650,7 +657,12 @@ struct Context<'a> {
 /// The whole program. `run` supervises a machine until it has stopped.
 pub fn main(run: fn(Start) -> ExitCode) -> ExitCode {
     CompleteEnv::with_factory(Cli::command).complete();
-    let cli = Cli::parse();
+    let matches = Cli::command().get_matches();
+    let cli = Cli::from_arg_matches(&matches).unwrap_or_else(|error| error.exit());
+    if let Err(error) = cli.must_print_json(matches.subcommand_name().unwrap_or_default()) {
+        complain(&error);
+        return error.exit().into();
+    }
     log::start();
     let mut out = io::stdout().lock();
     let done = match cli.verb {
@@ -682,6 +694,17 @@ pub fn main(run: fn(Start) -> ExitCode) -> ExitCode {
         complain(&error);
         error.exit().into()
     })
+}
+
+impl Cli {
+    /// Refuses `--json` for a verb that would ignore it.
+    fn must_print_json(&self, verb: &str) -> Result<(), CliError> {
+        let restores = matches!(&self.verb, Verb::Restore(arguments) if !arguments.disks_only);
+        if self.json && (restores || WITHOUT_JSON.contains(&verb)) {
+            return Err(CliError::NoJson { what: format!("`hearth {verb}`") });
+        }
+        Ok(())
+    }
 }
 
 fn root_of(given: Option<PathBuf>) -> RuntimeRoot {
@@ -796,6 +819,14 @@ impl Context<'_> {
         let text = serde_json::to_string(value).expect("what is shown is plain data with text keys");
         writeln!(self.out, "{text}")?;
         Ok(self.out.flush()?)
+    }
+
+    /// What was done with a machine: a line, or JSON with the line as its message.
+    fn write_done(&mut self, name: &str, message: &str) -> Result<(), CliError> {
+        match self.json {
+            true => self.write_json(&serde_json::json!({ "name": name, "message": message })),
+            false => self.write_line(message),
+        }
     }
 
     fn write_line(&mut self, line: &str) -> Result<(), CliError> {

@@ -5,17 +5,19 @@ use std::fmt::Write;
 use clap::{Command, CommandFactory};
 use clap_complete::env::Shells;
 
-use super::{Cli, CliError, Context, EXIT_CODES, Exit};
+use super::{Cli, CliError, Context, EXIT_CODES, Exit, WITHOUT_JSON};
 
 const HEAD: &str = "# Commands
 
 *Generated from the command line's definition in `crates/keeper/src/cli`. Do not edit: `UPDATE=1 cargo test -p hearth
 generated` rewrites it.*
 
-Each one has a manual page, such as `man hearth-run`, and the option `--help`. All commands take `--json`, except
-those that look after machines (`run`, `restore`, `rehearse`, `host`), `console`, `completions` and `man`. Commands reach a
-machine through its [HTTP API](api.md) on a unix socket.
+Each one has a manual page, such as `man hearth-run` (`host-reload` and `vmcore` one for all of theirs), and the option `--help`.
+Commands reach a machine through its [HTTP API](api.md) on a unix socket.
 
+";
+
+const TABLE_HEAD: &str = "
 | command | what it does |
 |---|---|
 ";
@@ -45,6 +47,8 @@ pub fn completions(context: &mut Context<'_>, shell: clap_complete::Shell) -> Re
 /// `docs/commands.md`. Ends with a newline.
 pub fn reference() -> String {
     let mut page = HEAD.to_owned();
+    line(&mut page, &json());
+    page.push_str(TABLE_HEAD);
     let mut command = Cli::command();
     command.build();
     for verb in shown(&command) {
@@ -59,6 +63,17 @@ pub fn reference() -> String {
     }
     page.push_str(EXIT_TAIL);
     page
+}
+
+/// Which commands take `--json`.
+fn json() -> String {
+    let command = Cli::command();
+    let without: Vec<_> = shown(&command).map(Command::get_name).filter(|verb| WITHOUT_JSON.contains(verb)).collect();
+    let without = without.join("`, `");
+    format!(
+        "All commands take `--json`, except `{without}`,\n\
+         `restore` without `--disks-only`, and `report` to standard output: these refuse it."
+    )
 }
 
 /// Subcommands of a command, without hidden ones.

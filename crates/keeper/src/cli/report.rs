@@ -38,6 +38,11 @@ pub struct ReportArguments {
 
 pub fn write(context: &mut Context<'_>, arguments: &ReportArguments) -> Result<Exit, CliError> {
     let name = &arguments.name;
+    let file = arguments.output.clone().unwrap_or_else(|| PathBuf::from(format!("{name}-report.html")));
+    let is_output = file == Path::new("-");
+    if is_output && context.json {
+        return Err(CliError::NoJson { what: "a report on standard output".to_owned() });
+    }
     let records = events::known(context, name, 0)?;
     let status = match context.client(name).status() {
         Ok(status) => Some(status),
@@ -45,8 +50,7 @@ pub fn write(context: &mut Context<'_>, arguments: &ReportArguments) -> Result<E
         Err(error) => return Err(context.explained(name, error)),
     };
     let html = page::html(name, &records, status.as_ref(), &rfc3339(SystemTime::now()));
-    let file = arguments.output.clone().unwrap_or_else(|| PathBuf::from(format!("{name}-report.html")));
-    if file == Path::new("-") {
+    if is_output {
         context.out.write_all(html.as_bytes())?;
         context.out.flush()?;
         return Ok(Exit::Done);

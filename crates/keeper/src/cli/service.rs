@@ -7,8 +7,6 @@
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
-use serde::Serialize;
-
 use super::{CliError, Context, Exit};
 use crate::check::{self, Purpose, life};
 use crate::config::Config;
@@ -40,13 +38,6 @@ impl Verb {
 /// Whether systemd manages this system.
 pub fn is_there() -> bool {
     Path::new(BOOTED).is_dir()
-}
-
-/// What these verbs print with `--json`.
-#[derive(Serialize)]
-struct Report<'a> {
-    name: &'a str,
-    message: &'a str,
 }
 
 /// The manager of this user's units.
@@ -160,10 +151,7 @@ fn apply(context: &mut Context<'_>, manager: &Manager, verb: Verb, home: &Home) 
             format!("{name} no longer starts with the host{}", if runs { "; it still runs" } else { "" })
         }
     };
-    match context.json {
-        true => context.write_json(&Report { name, message: &line })?,
-        false => context.write_line(&line)?,
-    }
+    context.write_done(name, &line)?;
     Ok(Exit::Done)
 }
 

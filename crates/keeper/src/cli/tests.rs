@@ -735,6 +735,25 @@ fn completions_and_manual_pages_know_every_verb() {
     );
 }
 
+#[test]
+fn verbs_without_json_are_verbs() {
+    let command = Cli::command();
+    assert!(WITHOUT_JSON.iter().all(|name| command.find_subcommand(name).is_some()));
+}
+
+#[test]
+fn what_was_done_is_a_line_or_json() {
+    let said = |json| {
+        let mut out = Vec::new();
+        let mut context = Context { root: RuntimeRoot::new("/run/hearth"), json, out: &mut out };
+        context.write_done("web", "web is detached").unwrap();
+        String::from_utf8(out).unwrap()
+    };
+    assert_eq!(said(false), "web is detached\n");
+    let json: serde_json::Value = serde_json::from_str(&said(true)).unwrap();
+    assert_eq!((&json["name"], &json["message"]), (&"web".into(), &"web is detached".into()));
+}
+
 /// Each page that one of Hearth's pages refers to, as hearth-run(1), must exist.
 #[track_caller]
 fn check_references(folder: &Path) {
