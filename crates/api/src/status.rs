@@ -15,9 +15,12 @@ pub struct MachineStatus {
     /// Why the machine is in this state, for example failed or paused.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub state_why: Option<String>,
-    /// When the next guest starts, if the machine waits after crashes. RFC 3339, UTC.
+    /// When the next guest starts, if the machine waits before that. RFC 3339, UTC.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub next_start: Option<String>,
+    /// Whether it waits because it crashes again and again. If not, the next guest could not be started.
+    #[serde(default)]
+    pub crash_loop: bool,
     /// Number of the current or last incarnation.
     pub incarnation: u32,
     /// How the previous incarnation ended.

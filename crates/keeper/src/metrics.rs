@@ -121,8 +121,13 @@ pub static METRICS: &[Metric] = &[
     },
     gauge(
         "hearth_waiting_after_crash",
-        "1 if the machine has crashed and waits before its next guest starts",
-        |status| f64::from(u8::from(status.next_start.is_some())),
+        "1 if the machine crashes again and again, and waits before its next guest starts",
+        |status| f64::from(u8::from(status.crash_loop)),
+    ),
+    gauge(
+        "hearth_waiting_after_failed_start",
+        "1 if the next guest could not be started, and the machine waits",
+        |status| f64::from(u8::from(status.next_start.is_some() && !status.crash_loop)),
     ),
     gauge("hearth_incarnation", "Number of the current incarnation", |status| f64::from(status.incarnation)),
     gauge("hearth_uptime_seconds", "Time since the current incarnation started", |status| status.uptime_s),
@@ -564,6 +569,19 @@ mod tests {
         ] {
             assert!(text.lines().any(|found| found == line), "no line {line} in\n{text}");
         }
+    }
+
+    #[test]
+    fn failed_start_is_no_crash_loop() {
+        let check = |crash_loop: bool, looping: u8, failed: u8| {
+            let text = text(&MachineStatus { next_start: Some("soon".into()), crash_loop, ..sample::status() });
+            for (reason, value) in [("crash", looping), ("failed_start", failed)] {
+                let line = format!("hearth_waiting_after_{reason}{{machine=\"web\"}} {value}\n");
+                assert!(text.contains(&line), "no line {line} in\n{text}");
+            }
+        };
+        check(true, 1, 0);
+        check(false, 0, 1);
     }
 
     #[test]

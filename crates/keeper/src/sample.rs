@@ -22,6 +22,7 @@ pub fn status() -> MachineStatus {
         state: MachineState::Running,
         state_why: None,
         next_start: None,
+        crash_loop: false,
         incarnation: 2,
         cause_of_last_end: Some(EndCause::Panic),
         uptime_s: 75.5,

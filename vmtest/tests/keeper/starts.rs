@@ -74,6 +74,7 @@ fn refused_start_is_retried_after_a_first_guest() -> Result<()> {
     assert!(why.contains("no luck today"), "{why}");
     let status = vm.wait_status("a waiting start", |status| status.next_start.is_some())?;
     assert_eq!((status.state, &status.next_start), (MachineState::Recovering, &Some(next_start)), "{status:?}");
+    assert!(!status.crash_loop, "{status:?}");
     assert!(status.state_why.as_ref().is_some_and(|why| why.contains("no luck today")), "{status:?}");
     vm.cli(&["reboot", vm.name(), "--no-wait"])?;
     vm.wait_status("a later start", |later| later.next_start.is_some() && later.next_start != status.next_start)?;
@@ -117,6 +118,7 @@ fn crash_loop_delay_doubles_until_a_reboot_request() -> Result<()> {
     let waits = crash_again(&vm, 2)?;
     let status = vm.status()?;
     assert_eq!((status.state, &status.qemu), (MachineState::Recovering, &None), "{status:?}");
+    assert!(status.crash_loop, "{status:?}");
     assert_eq!(waits, status.next_start.map(|next_start| (3600, next_start)));
     let page = vm.cli(&["status", "loop"])?;
     assert!(page.contains("crash loop") && page.contains("`hearth reboot`"), "{page}");

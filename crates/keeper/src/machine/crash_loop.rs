@@ -45,16 +45,21 @@ impl Crashes {
 }
 
 impl BackOff {
-    /// One that begins now. `why`: gets the time of the next start, as text.
-    pub fn begin(delay: Duration, why: impl FnOnce(&str) -> String) -> Self {
-        let (began, next_start) = (Instant::now(), rfc3339(SystemTime::now() + delay));
-        Self { began, until: began + delay, why: why(&next_start), next_start }
+    /// Begins now, after a start that failed for this reason.
+    pub fn of_failed_start(delay: Duration, why: String) -> Self {
+        Self::begin(delay, false, |_| why)
     }
 
-    /// Of a crash loop. `at_once`: the command that starts the next guest before the time is up.
+    /// `why`: gets the time of the next start, as text.
+    fn begin(delay: Duration, crash_loop: bool, why: impl FnOnce(&str) -> String) -> Self {
+        let (began, next_start) = (Instant::now(), rfc3339(SystemTime::now() + delay));
+        Self { began, until: began + delay, why: why(&next_start), next_start, crash_loop }
+    }
+
+    /// Begins now, in a crash loop. `at_once`: the command that starts the next guest before the time is up.
     pub fn of_crash_loop(delay: Duration, config: &CrashLoopConfig, at_once: &str) -> Self {
         let CrashLoopConfig { loop_count, loop_window_s, .. } = config;
-        Self::begin(delay, |next_start| {
+        Self::begin(delay, true, |next_start| {
             format!(
                 "crash loop: at least {loop_count} crashes within {loop_window_s} s; the next guest starts at \
                  {next_start}, or now with `{at_once}`"
@@ -80,7 +85,7 @@ impl Machine {
 
     /// Backs off after a start that failed.
     pub(super) fn start_failed(&mut self, delay: Duration, why: String) -> Result<(), MachineError> {
-        let back_off = BackOff::begin(delay, |_| format!("cannot start the next guest yet: {why}"));
+        let back_off = BackOff::of_failed_start(delay, format!("cannot start the next guest yet: {why}"));
         self.apply(Input::StartFails { why, back_off })
     }
 

@@ -116,6 +116,8 @@ pub struct BackOff {
     /// `until` as text.
     pub next_start: String,
     pub why: String,
+    /// Guests crash again and again. If not, the next one could not be started.
+    pub crash_loop: bool,
 }
 
 /// What happens to the machine, reduced to what decides.
@@ -312,10 +314,10 @@ impl<G, L> State<G, L> {
         }
     }
 
-    /// When the next guest starts, as text.
-    pub fn next_start(&self) -> Option<&str> {
+    /// The wait before the next start, if there is one.
+    pub fn back_off(&self) -> Option<&BackOff> {
         match self {
-            Self::Recovering(Recovering { back_off: Some(back_off), .. }) => Some(&back_off.next_start),
+            Self::Recovering(Recovering { back_off, .. }) => back_off.as_ref(),
             _ => None,
         }
     }

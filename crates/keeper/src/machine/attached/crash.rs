@@ -37,14 +37,13 @@ pub struct NextStart {
 }
 
 impl NextStart {
+    pub fn back_off(&self) -> Option<&BackOff> {
+        self.back_off.as_ref()
+    }
+
     /// When the wait is over, if there is one.
     pub fn deadline(&self) -> Option<Instant> {
         self.back_off.as_ref().map(|back_off| back_off.until)
-    }
-
-    /// That, as text.
-    pub fn at(&self) -> Option<String> {
-        self.back_off.as_ref().map(|back_off| back_off.next_start.clone())
     }
 
     pub fn why(&self, domain: &str) -> String {
@@ -168,7 +167,7 @@ impl Attached {
         let delay = self.crash_recovery.crashes.ended(Duration::ZERO, EndCause::QemuDied, config);
         let name = &self.context.config.name;
         let why = format!("libvirt could not start the next guest: see /var/log/libvirt/qemu/{name}.log");
-        let back_off = BackOff::begin(delay.unwrap_or_default(), |_| why.clone());
+        let back_off = BackOff::of_failed_start(delay.unwrap_or_default(), why.clone());
         self.context.record(EventKind::StartWaits { why, next_start: back_off.next_start.clone() });
         self.next_start = Some(NextStart { back_off: Some(back_off) });
     }

@@ -191,11 +191,13 @@ impl Attached {
         let libvirt = LibvirtState::of(&config.name);
         let unreported = libvirt.as_ref().filter(|_| may_have_crashed).and_then(LibvirtState::crashed);
         let lost_start = libvirt.as_ref().filter(|_| life.is_none()).and_then(LibvirtState::lost_start);
+        let back_off = self.next_start.as_ref().filter(|_| self.is_off()).and_then(NextStart::back_off);
         MachineStatus {
             name: config.name.clone(),
             state: if unreported.is_some() { MachineState::Paused } else { self.shown() },
             state_why: unreported.or(lost_start).or_else(|| self.state_why()),
-            next_start: self.next_start.as_ref().filter(|_| self.is_off()).and_then(NextStart::at),
+            next_start: back_off.map(|back_off| back_off.next_start.clone()),
+            crash_loop: back_off.is_some_and(|back_off| back_off.crash_loop),
             incarnation: self.context.journal.incarnation,
             cause_of_last_end: self.crash_recovery.last_end,
             uptime_s: life.map_or(0.0, |life| life.began.elapsed().as_secs_f64()),

@@ -294,7 +294,7 @@ const WHY: &str = "cannot start the next guest yet: no memory";
 
 fn back_off(start: Instant, seconds: u64) -> BackOff {
     let until = start + Duration::from_secs(seconds);
-    BackOff { began: start, until, next_start: "soon".to_owned(), why: WHY.to_owned() }
+    BackOff { began: start, until, next_start: "soon".to_owned(), why: WHY.to_owned(), crash_loop: false }
 }
 
 /// All inputs, each with a name for the table.
