@@ -53,6 +53,26 @@ fn named_metrics_exist() {
 }
 
 #[test]
+fn dashboard_shows_what_alerts_are_about() {
+    let rules = read("prometheus/hearth-rules.yml");
+    let shown = metrics_in(&dashboard_expressions().join("\n"));
+    let unseen: Vec<_> = metrics_in(&rules).into_iter().filter(|metric| !shown.contains(metric)).collect();
+    assert!(unseen.is_empty(), "{unseen:?}");
+}
+
+/// An empty panel looks like one that is broken.
+#[test]
+fn numbers_of_the_dashboard_are_never_missing() {
+    let dashboard: Value = serde_json::from_str(&read("grafana/hearth.json")).expect("it is JSON");
+    let stats = dashboard["panels"].as_array().expect("it has panels").iter().filter(|panel| panel["type"] == "stat");
+    for target in stats.flat_map(|panel| panel["targets"].as_array().expect("each panel has targets")) {
+        let expression = target["expr"].as_str().expect("each target has an expression");
+        let counts = expression.starts_with("sum(") || expression.starts_with("count(");
+        assert!(!counts || expression.ends_with(" or vector(0)"), "{expression}");
+    }
+}
+
+#[test]
 fn each_alert_fires_when_it_should_and_only_then() {
     let path = |file| packaging(file).display().to_string();
     let rules = read("prometheus/hearth-rules.yml");
