@@ -5,7 +5,7 @@ use std::fs::{self, Permissions};
 use std::io::{self, Write};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::Duration;
 
@@ -25,42 +25,66 @@ const MODE: u32 = 0o644;
 pub enum TextfileError {
     #[error("node_exporter reads only files that end in .prom: {path} does not")]
     Name { path: PathBuf },
-    #[error("cannot write {path}")]
-    Write { path: PathBuf, source: io::Error },
+    #[error("cannot start to write {path}")]
+    Start { path: PathBuf, source: io::Error },
 }
 
-/// Writes the file once, and from then on in a thread, until a signal ends the process.
+/// Writes the file once, and from then on in a thread, until a signal ends the process. A file that cannot be written is tried again: its
+/// folder may come later, and nothing else must wait for it.
 pub fn start(path: &Path, collector: &Arc<Collector>) -> Result<(), TextfileError> {
-    let failed = |source| TextfileError::Write { path: path.to_owned(), source };
+    let failed = |source| TextfileError::Start { path: path.to_owned(), source };
     if path.extension().is_none_or(|extension| extension != "prom") {
         return Err(TextfileError::Name { path: path.to_owned() });
     }
     let signals = Signals::new([SIGTERM, SIGINT, SIGHUP]).map_err(failed)?;
-    write(path, &metrics_text(collector)).map_err(failed)?;
-    let file = Arc::new(Mutex::new(path.to_owned()));
+    let file = Arc::new(Mutex::new(File { path: path.to_owned(), fails: false }));
+    lock(&file).write(&metrics_text(collector));
     remove_at(signals, file.clone()).map_err(failed)?;
     let collector = collector.clone();
     let spawned = thread::Builder::new().name("textfile".to_owned()).spawn(move || {
         loop {
             thread::sleep(EVERY);
             let text = metrics_text(&collector);
-            let path = file.lock().unwrap_or_else(PoisonError::into_inner);
-            if let Err(error) = write(&path, &text) {
-                tracing::warn!(%error, path = %path.display(), "cannot write the metrics; trying again");
-            }
+            lock(&file).write(&text);
         }
     });
     spawned.map(drop).map_err(failed)
 }
 
+struct File {
+    path: PathBuf,
+    /// Whether it could not be written last.
+    fails: bool,
+}
+
+impl File {
+    /// Logs only the first failure, and the end of failures.
+    fn write(&mut self, text: &str) {
+        let path = self.path.display();
+        let written = write(&self.path, text);
+        match &written {
+            Err(error) if !self.fails => tracing::warn!(%error, %path, "cannot write the metrics; trying again"),
+            Ok(()) if self.fails => tracing::info!(%path, "the metrics are written again"),
+            _ => {}
+        }
+        self.fails = written.is_err();
+    }
+}
+
+fn lock(file: &Mutex<File>) -> MutexGuard<'_, File> {
+    file.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
 /// Removes the file at the first of these signals, and ends the process as the signal does.
-fn remove_at(mut signals: Signals, file: Arc<Mutex<PathBuf>>) -> io::Result<()> {
+fn remove_at(mut signals: Signals, file: Arc<Mutex<File>>) -> io::Result<()> {
     let wait = move || {
         let Some(signal) = signals.forever().next() else { return };
         // Held until the end, so that it is not written again.
-        let path = file.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Err(error) = fs::remove_file(&*path) {
-            tracing::warn!(%error, path = %path.display(), "cannot remove the metrics, which are old from now on");
+        let file = lock(&file);
+        if let Err(error) = fs::remove_file(&file.path)
+            && error.kind() != io::ErrorKind::NotFound
+        {
+            tracing::warn!(%error, path = %file.path.display(), "cannot remove the metrics, which are old from now on");
         }
         // Ends the process.
         let _ = signal_hook::low_level::emulate_default_handler(signal);
@@ -92,13 +116,25 @@ mod tests {
     }
 
     #[test]
-    fn wrong_file_is_refused_at_the_start() {
+    fn wrong_name_is_refused_at_the_start() {
         let keepers = Keepers::start(&[]);
-        let check = |path: &str, expect: &str| {
-            let error = start(Path::new(path), &Collector::new(keepers.root())).unwrap_err();
-            assert_eq!(crate::chain(&error), expect);
-        };
-        check("/nowhere/hearth.txt", "node_exporter reads only files that end in .prom: /nowhere/hearth.txt does not");
-        check("/nowhere/hearth.prom", "cannot write /nowhere/hearth.prom: No such file or directory (os error 2)");
+        let error = start(Path::new("/nowhere/hearth.txt"), &Collector::new(keepers.root())).unwrap_err();
+        assert_eq!(
+            crate::chain(&error),
+            "node_exporter reads only files that end in .prom: /nowhere/hearth.txt does not"
+        );
+    }
+
+    #[test]
+    fn file_is_written_once_its_folder_is_there() {
+        let (keepers, folder) = (Keepers::start(&[]), tempfile::tempdir().unwrap());
+        let path = folder.path().join("later/hearth.prom");
+        start(&path, &Collector::new(keepers.root())).unwrap();
+        let mut file = File { path: path.clone(), fails: false };
+        file.write("");
+        assert!(file.fails);
+        fs::create_dir(folder.path().join("later")).unwrap();
+        file.write("");
+        assert!(!file.fails && path.exists());
     }
 }
