@@ -3,6 +3,7 @@
 use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
+use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixListener;
 use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
@@ -114,6 +115,31 @@ fn host_waits_for_its_address_beside_its_other_work() {
     TcpStream::connect(&address).unwrap();
     child.kill().unwrap();
     child.wait().unwrap();
+}
+
+#[test]
+fn absent_libvirt_is_asked_rarely_and_told_once() {
+    let root = tempfile::tempdir().unwrap();
+    let [tools, calls, errors] = ["tools", "calls", "errors"].map(|name| root.path().join(name));
+    fs::create_dir(&tools).unwrap();
+    let virsh = tools.join("virsh");
+    let script = format!("#!/bin/sh\necho >>{}\necho 'error: no socket' >&2\nexit 1\n", calls.display());
+    fs::write(&virsh, script).unwrap();
+    fs::set_permissions(&virsh, fs::Permissions::from_mode(0o755)).unwrap();
+    let mut command = Command::new(env!("CARGO_BIN_EXE_hearth"));
+    command.args(["host", "--runtime-root"]).arg(root.path()).env("PATH", &tools).stdout(Stdio::null());
+    let begun = Instant::now();
+    let mut child = command.stderr(fs::File::create(&errors).unwrap()).spawn().expect("cargo has built the program");
+    // Two followers, at 0, 1 and 3 s.
+    while fs::read(&calls).unwrap_or_default().len() < 6 && begun.elapsed() < Duration::from_secs(60) {
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    let took = begun.elapsed();
+    child.kill().unwrap();
+    child.wait().unwrap();
+    assert!(took > Duration::from_millis(2500), "the pauses do not grow: {took:?}");
+    let said = fs::read_to_string(&errors).unwrap();
+    assert!(said.lines().count() == 1 && said.contains("virsh event: no socket"), "{said}");
 }
 
 #[test]

@@ -100,7 +100,8 @@ impl Virsh {
         run_within(self.command(&arguments), &arguments, patience)
     }
 
-    /// Calls `tell` with each domain to whose guest this happens. Returns when virsh ends, which it does with libvirt's daemon.
+    /// Calls `tell` with each domain to whose guest this happens. Returns when virsh ends, which it does with libvirt's daemon: an
+    /// error if it says why.
     pub fn follow(&self, event: DomainEvent, mut tell: impl FnMut(&str)) -> Result<(), VirshError> {
         // Other kinds of events have words of QEMU's, which could look like another domain's event.
         let kind = match event {
@@ -108,7 +109,9 @@ impl Virsh {
             DomainEvent::Crashed => "lifecycle",
         };
         let mut command = self.command(&["event", "--event", kind, "--loop"]);
-        let mut virsh = command.stdin(Stdio::null()).stdout(Stdio::piped()).spawn().map_err(failed)?;
+        // It says little on standard error before it ends.
+        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        let mut virsh = command.spawn().map_err(failed)?;
         let lines = virsh.stdout.take().map(BufReader::new).into_iter().flat_map(|lines| lines.split(b'\n'));
         lines.map_while(Result::ok).for_each(|line| match event_in(&String::from_utf8_lossy(&line)) {
             Some((domain, happened)) if happened == event => tell(domain),
@@ -116,7 +119,7 @@ impl Virsh {
         });
         // Fails if it has ended, as it should have.
         let _ = virsh.kill();
-        virsh.wait().map(drop).map_err(VirshError::Run)
+        judged(&["event"], virsh.wait_with_output().map_err(VirshError::Run)?).map(drop)
     }
 
     /// Whether the domain's guest has crashed, and its QEMU is kept.

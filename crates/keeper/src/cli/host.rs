@@ -21,7 +21,7 @@ use std::path::PathBuf;
 use std::sync::mpsc::{self, Receiver};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use hearth_api::DomainReset;
 use hearth_libvirt::virsh::{DomainEvent, Virsh, VirshError};
@@ -34,8 +34,12 @@ use crate::runtime_root::RuntimeRoot;
 use recovery::Recovery;
 use silence::Silences;
 
-/// Pause before virsh is started again. It ends when libvirt's daemon does.
+/// Pause before virsh is started again, which ends when libvirt's daemon does. It doubles up to `PAUSE_MAX` while that is away.
 const PAUSE: Duration = Duration::from_secs(1);
+/// Events are lost meanwhile, and the looks at all domains find what they told of.
+const PAUSE_MAX: Duration = LOOK_EVERY;
+/// A virsh that lived for this long was connected to libvirt's daemon.
+const CONNECTED_AFTER: Duration = Duration::from_secs(10);
 /// Time between two looks at all domains.
 const LOOK_EVERY: Duration = Duration::from_secs(30);
 /// Pause before an address that could not be had is tried again.
@@ -119,26 +123,54 @@ fn follow(root: &RuntimeRoot) -> VirshError {
     let host = Arc::new(Host { root: root.clone(), busy: Mutex::default(), silences: Silences::default() });
     let (interrupted, interruptions) = mpsc::channel();
     let (resets, looks) = (host.clone(), host.clone());
-    // The other follower says that there is no virsh, too.
-    thread::spawn(move || drop(resets.follow(DomainEvent::Reset, || {})));
+    // The other follower says why there are no events, too.
+    thread::spawn(move || drop(resets.follow(DomainEvent::Reset, |_| {})));
     thread::spawn(move || looks.look_at_all(&interruptions));
-    host.follow(DomainEvent::Crashed, || {
+    host.follow(DomainEvent::Crashed, |news| {
+        if let Some(why) = news {
+            tracing::warn!(why, "libvirt's events are not followed; trying again");
+        }
         // Fails only when that thread has ended.
         let _ = interrupted.send(());
     })
 }
 
+/// How often virsh is started while libvirt's daemon is away, and what is worth a line in the log.
+#[derive(Default)]
+struct Absence {
+    pause: Option<Duration>,
+    why: Option<String>,
+}
+
+impl Absence {
+    /// A virsh that lived for this long has ended, for this reason. Returns the pause before the next one, and the reason if it was not
+    /// told yet.
+    fn goes_on(&mut self, lived: Duration, why: String) -> (Duration, Option<String>) {
+        if lived >= CONNECTED_AFTER {
+            *self = Self::default();
+        }
+        let pause = self.pause.map_or(PAUSE, |pause| (pause * 2).min(PAUSE_MAX));
+        self.pause = Some(pause);
+        let is_news = self.why.as_ref() != Some(&why);
+        self.why = Some(why.clone());
+        (pause, is_news.then_some(why))
+    }
+}
+
 impl Host {
-    /// Calls `interrupted` each time that events may have been lost. Returns only if there is no virsh.
-    fn follow(self: &Arc<Self>, event: DomainEvent, interrupted: impl Fn()) -> VirshError {
+    /// Calls `interrupted` each time that events may have been lost, with the reason if that is news. Returns only if there is no virsh.
+    fn follow(self: &Arc<Self>, event: DomainEvent, interrupted: impl Fn(Option<String>)) -> VirshError {
+        let mut absence = Absence::default();
         loop {
-            match Virsh::system().follow(event, |domain| self.handle(domain, event)) {
+            let begun = Instant::now();
+            let why = match Virsh::system().follow(event, |domain| self.handle(domain, event)) {
                 Err(error @ VirshError::Missing) => return error,
-                Err(error) => tracing::warn!(%error, "cannot follow libvirt's events; trying again"),
-                Ok(()) => tracing::info!("libvirt's events have ended; trying again"),
-            }
-            interrupted();
-            thread::sleep(PAUSE);
+                Err(error) => crate::chain(&error),
+                Ok(()) => "virsh has ended".to_owned(),
+            };
+            let (pause, news) = absence.goes_on(begun.elapsed(), why);
+            interrupted(news);
+            thread::sleep(pause);
         }
     }
 
@@ -224,5 +256,23 @@ impl Host {
 
     fn busy(&self) -> MutexGuard<'_, HashMap<(String, DomainEvent), bool>> {
         self.busy.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn absent_libvirt_is_asked_rarely_and_told_once() {
+        let mut absence = Absence::default();
+        let mut ended = |lived_s, why: &str| {
+            let (pause, news) = absence.goes_on(Duration::from_secs(lived_s), why.to_owned());
+            (pause.as_secs(), news.is_some())
+        };
+        assert_eq!(ended(0, "no socket"), (1, true));
+        assert_eq!([2, 4, 8, 16, 30, 30].map(|pause| (pause, false)), [(); 6].map(|()| ended(0, "no socket")));
+        assert_eq!(ended(0, "no permission"), (30, true));
+        assert_eq!(ended(60, "no permission"), (1, true), "it was there again");
     }
 }
