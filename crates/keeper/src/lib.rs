@@ -20,6 +20,7 @@ mod control;
 mod drill;
 mod event;
 mod event_log;
+mod failure;
 mod fleet_lock;
 mod folders;
 mod home;

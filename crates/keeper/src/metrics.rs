@@ -374,7 +374,7 @@ static HOST_METRICS: &[HostMetric] = &[
     HostMetric { name: "hearth_guest_parked", meaning: "1 if the guest is parked in memory", fact: |seen| seen.parked },
     HostMetric {
         name: "hearth_machine_failed",
-        meaning: "1 if an error ended the machine's last keeper, and no keeper and no guest is there since",
+        meaning: "1 if an error ended the machine's last keeper or kept it from starting, and nothing of it runs since",
         fact: |seen| seen.failed,
     },
 ];

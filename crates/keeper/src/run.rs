@@ -21,6 +21,7 @@ use crate::console::Hub;
 use crate::control::{Command, Control, LastAnswer};
 use crate::event::Event;
 use crate::event_log::EventLog;
+use crate::failure;
 use crate::folders::Folders;
 use crate::http::{Context, Server};
 use crate::machine::attached::Attached;
@@ -71,6 +72,7 @@ pub fn run(start: Start) -> ExitCode {
     end_with_any_thread();
     let name = start.in_force.now.config.name.clone();
     let Start { in_force, folders, root, restore, mut inheritance } = start;
+    let runtime = folders.runtime.clone();
     match keep(in_force, folders, root, restore, &mut inheritance) {
         Ok(None) => return ExitCode::SUCCESS,
         Ok(Some(successor)) => {
@@ -81,6 +83,7 @@ pub fn run(start: Start) -> ExitCode {
             let why = crate::chain(&error);
             inheritance.give_back(&why);
             eprintln!("hearth: {name}: {why}");
+            failure::record(&name, &runtime, &why);
         }
     }
     ExitCode::FAILURE

@@ -143,6 +143,42 @@ fn absent_libvirt_is_asked_rarely_and_told_once() {
 }
 
 #[test]
+fn machine_that_cannot_run_has_failed_until_it_is_stopped() {
+    let root = tempfile::tempdir().unwrap();
+    let file = root.path().join("web.toml");
+    let run = || hearth(root.path(), &["run", file.to_str().unwrap()]).status.code();
+    let failure = || {
+        let output = hearth(root.path(), &["events", "web"]);
+        let text = String::from_utf8(output.stdout).unwrap();
+        text.lines().last().filter(|line| line.ends_with("starting -> failed")).map(|_| text.clone())
+    };
+    assert_eq!((run(), failure()), (Some(2), None), "there is no such machine");
+    assert!(!root.path().join("web").exists());
+    fs::write(&file, "name = \"web\"\nmemory = \"a lot\"\n").unwrap();
+    assert_eq!(run(), Some(2));
+    assert!(failure().unwrap().contains("web.toml: the machine cannot run: memory: "), "{:?}", failure());
+    let disk = root.path().join("no-disk");
+    fs::write(&file, format!("name = \"web\"\nmemory = \"64MiB\"\n[[disks]]\npath = {disk:?}\n")).unwrap();
+    assert_eq!(run(), Some(75));
+    let events = failure().unwrap();
+    assert!(events.contains("the machine cannot run now: disk disk0: disk image "), "{events}");
+    assert_eq!(run(), Some(75));
+    assert_eq!(failure().unwrap(), events, "each try would fill the log");
+    // What systemd does after a failure.
+    let mut systemds = Command::new(env!("CARGO_BIN_EXE_hearth"));
+    systemds.args(["stop", "web"]).env("HEARTH_RUNTIME_ROOT", root.path()).env("SERVICE_RESULT", "exit-code");
+    assert_eq!(systemds.output().unwrap().status.code(), Some(3));
+    assert_eq!(failure().unwrap(), events);
+    let stopped = hearth(root.path(), &["stop", "web"]);
+    assert_eq!(stopped.status.code(), Some(0));
+    assert!(String::from_utf8(stopped.stdout).unwrap().ends_with("failed -> stopped\n"));
+    assert_eq!(failure(), None);
+    assert_eq!(hearth(root.path(), &["stop", "web"]).status.code(), Some(3));
+    assert_eq!(run(), Some(75));
+    assert!(failure().is_some(), "it fails anew");
+}
+
+#[test]
 fn wrong_configuration_lists_all_errors_with_code_2() {
     let root = tempfile::tempdir().unwrap();
     let file = root.path().join("web.toml");

@@ -8,7 +8,8 @@ use serde_json::Value;
 
 use super::{CliError, Context, Exit};
 use crate::check::{self, Purpose, life};
-use crate::config::{Config, Configured, InForce};
+use crate::config::{Config, Configured, InForce, is_name};
+use crate::failure;
 use crate::folders::Folders;
 use crate::in_force::{in_force, kept_machine_type};
 use crate::machine::could_take_over;
@@ -29,6 +30,25 @@ pub fn for_run(file: &Path, root: &RuntimeRoot) -> Result<(InForce, Folders), Cl
         tracing::warn!(keys = keys.join(", "), "changed in the file, but not in effect while the current guest lives");
     }
     Ok((in_force, folders))
+}
+
+/// Records that the machine of this file could not be run, with the error as text. Without a file there is no machine.
+pub fn record_failure(file: &Path, root: &RuntimeRoot, why: &str) {
+    let (name, runtime) = match Config::load(file, root) {
+        Ok(config) => (config.name, config.folders.runtime),
+        Err(_) => {
+            let name = probable_name(file);
+            let runtime = root.machine(&name);
+            (name, runtime)
+        }
+    };
+    if !is_name(&name) || !file.exists() {
+        return;
+    }
+    match root.enter(&name, &runtime) {
+        Ok(()) => failure::record(&name, &runtime, why),
+        Err(error) => tracing::warn!(name, %error, "cannot record why the machine does not run"),
+    }
 }
 
 /// A running guest keeps the configuration that it was started with. A file that cannot be understood must not keep a

@@ -291,7 +291,7 @@ enum Verb {
     Rm(rm::RemoveArguments),
     /// Power a machine off and end its keeper.
     ///
-    /// The guest is asked to shut down. After a minute its power is cut.
+    /// The guest is asked to shut down. After a minute its power is cut. A machine that an error has ended counts as stopped from then on.
     Stop {
         #[command(flatten)]
         machine: NameArgument,
@@ -645,6 +645,28 @@ impl CliError {
             _ => Exit::Failed,
         }
     }
+
+    /// What is wrong, one by one; empty if the error itself says it.
+    fn problems(&self) -> &[Problem] {
+        match self {
+            Self::Configuration { problems, .. }
+            | Self::NotSet { problems, .. }
+            | Self::NotAttachable { problems, .. }
+            | Self::NotDetachable { problems, .. }
+            | Self::NotImportable { problems, .. }
+            | Self::Unready { problems, .. }
+            | Self::CannotTakeOver { problems, .. } => problems,
+            _ => &[],
+        }
+    }
+
+    /// All that it says, in one line.
+    fn explained(&self) -> String {
+        let errors = self.problems().iter().filter(|problem| problem.is_error());
+        let errors: Vec<_> = errors.map(|error| format!("{}: {}", error.subject, error.message)).collect();
+        let colon = if errors.is_empty() { "" } else { ": " };
+        format!("{}{colon}{}", crate::chain(self), errors.join("; "))
+    }
 }
 
 /// Context of every verb.
@@ -672,7 +694,11 @@ pub fn main(run: fn(Start) -> ExitCode) -> ExitCode {
             let (root, mut inheritance) = (root_of(cli.runtime_root), Inheritance::of_this_process());
             clone::remove_leftovers(&root);
             configuration::for_run(&file, &root)
-                .inspect_err(|error| inheritance.give_back(&crate::chain(error)))
+                .inspect_err(|error| {
+                    let why = error.explained();
+                    inheritance.give_back(&why);
+                    configuration::record_failure(&file, &root, &why);
+                })
                 .map(|(in_force, folders)| run(Start { in_force, folders, root, restore: None, inheritance }))
         }
         Verb::Restore(arguments) if !arguments.disks_only => {

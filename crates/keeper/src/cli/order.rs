@@ -14,6 +14,7 @@ use signal_hook::iterator::Signals;
 
 use crate::check::life;
 use crate::client::ClientError;
+use crate::failure;
 use crate::machine::GUEST_DIED_WITH_QEMU;
 
 use super::text::bytes;
@@ -65,16 +66,30 @@ pub fn stop(context: &mut Context<'_>, name: &str, request: StopRequest, wait: b
         // The watchdog of a keeper that hangs ends the machine, and nobody is left to answer.
         Err(error @ CliError::Client(ClientError::Silent { .. })) => {
             wait_for_keepers_end(&context.root.machine(name));
-            let events: Vec<_> =
-                recorded(context, name).into_iter().filter(|record| record.sequence > before).collect();
-            if !events.iter().any(shows_stopped) {
-                return Err(error);
-            }
-            events.iter().try_for_each(|record| show(context, record))?;
-            Ok(Exit::Done)
+            stopped_since(context, name, before, error)
+        }
+        Err(error @ (CliError::NotRunning { .. } | CliError::Off { .. }))
+            if !is_systemds() && failure::acknowledge(name, &context.root.machine(name)) =>
+        {
+            stopped_since(context, name, before, error)
         }
         accepted => conclude(context, name, accepted?, wait.then_some(Goal::Stopped)),
     }
+}
+
+/// Whether systemd calls this to stop a unit. It also does that after the unit has failed, of which the operator is to take note.
+fn is_systemds() -> bool {
+    std::env::var_os("SERVICE_RESULT").is_some()
+}
+
+/// Shows the events after `before` in a machine's log. The error holds if they do not say that it has stopped.
+fn stopped_since(context: &mut Context<'_>, name: &str, before: u64, error: CliError) -> Result<Exit, CliError> {
+    let events: Vec<_> = recorded(context, name).into_iter().filter(|record| record.sequence > before).collect();
+    if !events.iter().any(shows_stopped) {
+        return Err(error);
+    }
+    events.iter().try_for_each(|record| show(context, record))?;
+    Ok(Exit::Done)
 }
 
 fn recorded(context: &Context<'_>, name: &str) -> Vec<EventRecord> {

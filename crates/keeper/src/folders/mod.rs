@@ -94,21 +94,11 @@ pub fn disk_tables(memory: &Path, disk: &str) -> PathBuf {
 impl Folders {
     /// Makes the folders (mode 0700) and takes their locks.
     pub fn prepare(name: &str, runtime: &Path, memory: &Path) -> Result<Self, FolderError> {
-        make_private(runtime)?;
-        let path = runtime.join(KEEPER_LOCK);
-        let unusable = |source| FolderError::Unusable { path: path.clone(), source };
-        let lock =
-            OpenOptions::new().create(true).truncate(false).write(true).mode(0o600).open(&path).map_err(unusable)?;
-        match take(&lock) {
-            Ok(()) => {
-                make_private(memory)?;
-                let of_memory = memory_owner::own(runtime, memory)?;
-                let locks = Arc::new([lock, of_memory]);
-                Ok(Self { runtime: runtime.to_owned(), memory: memory.to_owned(), locks })
-            }
-            Err(rustix::io::Errno::WOULDBLOCK) => Err(FolderError::Running { name: name.to_owned(), path }),
-            Err(error) => Err(unusable(error.into())),
-        }
+        let lock = lock_runtime(name, runtime)?;
+        make_private(memory)?;
+        let of_memory = memory_owner::own(runtime, memory)?;
+        let locks = Arc::new([lock, of_memory]);
+        Ok(Self { runtime: runtime.to_owned(), memory: memory.to_owned(), locks })
     }
 
     /// Keeps the locks until this process ends or becomes another program, whatever happens to the copies of this.
@@ -228,6 +218,19 @@ pub fn is_in_memory(name: &str) -> bool {
 pub fn prepare(name: &str, runtime: &Path, memory: &Path) -> io::Result<()> {
     let folders = Folders::prepare(name, runtime, memory).map_err(io::Error::other)?;
     folders.tagger().map(drop).map_err(io::Error::other)
+}
+
+/// Makes a machine's runtime folder (mode 0700), and takes the keeper's lock in it until the file is dropped.
+pub fn lock_runtime(name: &str, runtime: &Path) -> Result<File, FolderError> {
+    make_private(runtime)?;
+    let path = runtime.join(KEEPER_LOCK);
+    let unusable = |source| FolderError::Unusable { path: path.clone(), source };
+    let lock = OpenOptions::new().create(true).truncate(false).write(true).mode(0o600).open(&path).map_err(unusable)?;
+    match take(&lock) {
+        Ok(()) => Ok(lock),
+        Err(rustix::io::Errno::WOULDBLOCK) => Err(FolderError::Running { name: name.to_owned(), path }),
+        Err(error) => Err(unusable(error.into())),
+    }
 }
 
 /// Creates a folder that only this machine uses.
