@@ -9,6 +9,8 @@
 
 use std::ops::Range;
 
+use plain_text::printable_letter;
+
 /// Bytes in a sector of the tables.
 pub const SECTOR_BYTES: usize = 512;
 const SECTOR: u64 = SECTOR_BYTES as u64;
@@ -132,12 +134,7 @@ fn gpt(read: &mut dyn FnMut(u64) -> Option<Sector>) -> Vec<Partition> {
 fn name(bytes: &[u8]) -> Option<String> {
     let units = bytes.chunks_exact(2).map(|unit| u16::from_le_bytes([unit[0], unit[1]])).take_while(|&unit| unit != 0);
     let letters = char::decode_utf16(units).map(|letter| letter.unwrap_or(char::REPLACEMENT_CHARACTER));
-    Some(printable(letters)).filter(|name| !name.is_empty())
-}
-
-/// A name chosen by a guest, without characters that control a terminal.
-pub(crate) fn printable(letters: impl Iterator<Item = char>) -> String {
-    letters.filter(|letter| !letter.is_control()).collect()
+    Some(letters.map(printable_letter).collect()).filter(|name: &String| !name.is_empty())
 }
 
 #[cfg(test)]
@@ -238,7 +235,7 @@ mod tests {
             assert_eq!(super::name(&bytes).as_deref(), expect, "{name:?}");
         };
         check(&"data é".encode_utf16().collect::<Vec<_>>(), Some("data é"));
-        check(&[0x1b, b'['.into(), 0xd800, 0x9b], Some("[\u{fffd}"));
+        check(&[0x1b, b'['.into(), 0xd800, 0x9b], Some(" [\u{fffd} "));
         check(&[], None);
         check(&[b'x'.into(); 36], Some(&"x".repeat(36)));
     }

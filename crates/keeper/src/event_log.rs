@@ -14,6 +14,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::{Duration, SystemTime};
 
 use hearth_api::{EventKind, EventRecord, MachineState};
+use plain_text::beginning;
 
 use crate::cli::describe;
 
@@ -21,6 +22,8 @@ use crate::cli::describe;
 const RING_RECORDS: usize = 4096;
 /// Size at which a new file starts. At most twice this is kept.
 const FILE_BYTES_MAX: u64 = 4 << 20;
+/// An error with all its causes is far shorter. Much longer ones would push others out of the file, and out of its tail.
+const ERROR_CHARS_MAX: usize = 4000;
 /// Part of a file that is read to learn how a keeper ended: hundreds of records. A whole file takes 50 ms to parse.
 const TAIL_BYTES: u64 = 64 << 10;
 pub const FILE_NAME: &str = "events.jsonl";
@@ -103,6 +106,12 @@ impl EventLog {
     /// Adds a record and wakes the readers. Never fails: if the disk is full, records are written once there is space,
     /// as far as they are still in memory.
     pub fn record(&self, event: EventKind) -> u64 {
+        let event = match event {
+            EventKind::Error { message } => {
+                EventKind::Error { message: beginning(&message, ERROR_CHARS_MAX).to_owned() }
+            }
+            event => event,
+        };
         if is_step(&event) {
             tracing::info!("{}: {}", self.inner.machine, describe(&event));
         }
@@ -482,6 +491,15 @@ mod tests {
         log.record_state(MachineState::Stopped);
         error("cannot save the boot set");
         check(None);
+    }
+
+    #[test]
+    fn long_error_is_found_and_leaves_room_for_others() {
+        let folder = tempfile::tempdir().unwrap();
+        let log = EventLog::open("web", folder.path()).unwrap();
+        log.record(EventKind::Error { message: "x".repeat(70_000) });
+        log.record_state(MachineState::Failed);
+        assert_eq!(last_failure(folder.path()), Some("x".repeat(ERROR_CHARS_MAX)));
     }
 
     #[test]

@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 use hearth_api::{EventKind, MachineState, Order};
 use hearth_qemu::{Accelerator, AcceleratorChoice, Binary, BinaryError, accelerator};
 use hearth_recovery::journal::QemuIdentity;
+use plain_text::printable;
 use rustix::fs::Mode;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
@@ -82,8 +83,8 @@ pub fn run(start: Start) -> ExitCode {
         Err(error) => {
             let why = crate::chain(&error);
             inheritance.give_back(&why);
-            eprintln!("hearth: {name}: {why}");
             failure::record(&name, &runtime, &why);
+            eprintln!("hearth: {name}: {}", printable(&why));
         }
     }
     ExitCode::FAILURE

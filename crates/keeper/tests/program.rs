@@ -179,6 +179,20 @@ fn machine_that_cannot_run_has_failed_until_it_is_stopped() {
 }
 
 #[test]
+fn events_control_no_terminal() {
+    let root = tempfile::tempdir().unwrap();
+    fs::create_dir(root.path().join("web")).unwrap();
+    let head = r#""sequence":1,"time":"2026-03-01T12:00:00.000Z","machine":"web","incarnation":1"#;
+    let event = r#""kind":"error","message":"a\u001b]0;x\u0007b\u001b[2J\u009bc\nd""#;
+    fs::write(root.path().join("web/events.jsonl"), format!("{{{head},{event}}}\n")).unwrap();
+    let shown = "2026-03-01T12:00:00.000Z     1  [1]  error: a ]0;x b [2J c d\n";
+    check(root.path(), &["events", "web"], 0, shown, "");
+    let name = "a\u{1b}[2Jb";
+    let error = String::from_utf8(hearth(root.path(), &["status", name]).stderr).unwrap();
+    assert!(error.contains("a [2Jb is not running"), "{error}");
+}
+
+#[test]
 fn wrong_configuration_lists_all_errors_with_code_2() {
     let root = tempfile::tempdir().unwrap();
     let file = root.path().join("web.toml");

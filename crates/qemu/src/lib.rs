@@ -21,6 +21,7 @@ pub mod pinned;
 pub mod preload;
 mod process;
 mod qmp;
+mod said;
 mod sockets;
 mod stream;
 mod transcript;

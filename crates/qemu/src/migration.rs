@@ -16,6 +16,7 @@ use std::time::Duration;
 use serde_json::json;
 
 use crate::qmp::{ANSWER_PATIENCE, Qmp, QmpError};
+use crate::said::said;
 
 /// Name of the migration descriptor in QEMU.
 const CHANNEL: &str = "hearth-handover";
@@ -44,8 +45,8 @@ impl Migration {
         match status {
             "" | "none" => Self::None,
             "completed" => Self::Completed,
-            "failed" | "cancelled" => Self::Failed { why: why.to_owned() },
-            other => Self::UnderWay(other.to_owned()),
+            "failed" | "cancelled" => Self::Failed { why: said(why) },
+            other => Self::UnderWay(said(other)),
         }
     }
 }

@@ -23,6 +23,7 @@ use rustix::process::{
 
 use crate::launch::ram_file_option;
 use crate::log::Log;
+use crate::said::said;
 use crate::sockets::Sockets;
 use crate::{Binary, Launch, Transcript, confinement, environment};
 
@@ -182,12 +183,12 @@ impl Process {
         Ok(())
     }
 
-    /// The last lines of QEMU's log, joined into one. None if the log is empty.
+    /// The last lines of QEMU's log, joined into one and fit for events. None if the log is empty.
     pub fn last_words(&self) -> Option<String> {
         let text = self.log.text();
         let lines: Vec<_> = text.lines().map(str::trim).filter(|line| !line.is_empty()).collect();
         let tail = &lines[lines.len().saturating_sub(LAST_WORDS_LINES)..];
-        (!tail.is_empty()).then(|| tail.join(" / "))
+        (!tail.is_empty()).then(|| said(&tail.join(" / ")))
     }
 }
 
@@ -352,5 +353,8 @@ mod tests {
         assert_eq!(process.last_words(), None);
         rustix::io::write(&output, b"one\ntwo\n\n three \nfour\nfive\nsix\n").unwrap();
         assert_eq!(process.last_words().as_deref(), Some("two / three / four / five / six"));
+        rustix::io::write(&output, format!("\x1b]0;x\x07{}\n", "y".repeat(70_000)).as_bytes()).unwrap();
+        let words = process.last_words().unwrap();
+        assert!(words.len() < 1100 && words.starts_with("three / four / five / six /  ]0;x yyy"), "{words}");
     }
 }

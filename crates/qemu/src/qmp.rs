@@ -17,6 +17,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, sync_channel};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+use plain_text::{beginning, printable};
 use qapi_qmp::QmpCommand;
 use rustix::fs::{MemfdFlags, memfd_create};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
@@ -24,6 +25,7 @@ use serde_json::{Value, json};
 
 use crate::launch::disk_chardev;
 use crate::migration::Migration;
+use crate::said::said;
 use crate::{Endpoint, Process, Stream};
 
 /// Time limit of an answer. QEMU answers in milliseconds, but may hold its lock while it flushes a disk.
@@ -81,8 +83,8 @@ pub enum QmpError {
     Silent { command: &'static str, waited: Duration },
     #[error("QMP: {command}: {description}")]
     Refused { command: &'static str, description: String },
-    #[error("QMP: {command}: the answer is invalid")]
-    Answer { command: &'static str, source: serde_json::Error },
+    #[error("QMP: {command}: the answer is invalid: {why}")]
+    Answer { command: &'static str, why: String },
     #[error("QMP: the in-memory file that QEMU writes to cannot be created")]
     MemoryFile(#[source] io::Error),
 }
@@ -171,7 +173,9 @@ impl Qmp {
     }
 
     fn execute_within<C: QmpCommand>(&self, command: C, patience: Duration) -> Result<C::Ok, QmpError> {
-        let answer_error = |source| QmpError::Answer { command: C::NAME, source };
+        // It quotes the answer.
+        let answer_error =
+            |error: serde_json::Error| QmpError::Answer { command: C::NAME, why: said(&error.to_string()) };
         let arguments = serde_json::to_value(&command).map_err(answer_error)?;
         serde_json::from_value(self.ask(C::NAME, arguments, patience)?).map_err(answer_error)
     }
@@ -214,7 +218,7 @@ impl Qmp {
         let mut answer = session.answer(id, command, patience)?;
         match answer.get("error") {
             Some(error) => {
-                let description = error["desc"].as_str().unwrap_or("refused").to_owned();
+                let description = said(error["desc"].as_str().unwrap_or("refused"));
                 Err(QmpError::Refused { command, description })
             }
             None => Ok(answer["return"].take()),
@@ -308,12 +312,10 @@ impl Qmp {
     /// Runs a command of the human monitor that prints nothing on success.
     fn monitor(&self, line: &str) -> Result<(), QmpError> {
         let line = json!({ "command-line": line });
-        let said = self.ask("human-monitor-command", line, ANSWER_PATIENCE)?;
-        match said.as_str().map(str::trim) {
+        let answer = self.ask("human-monitor-command", line, ANSWER_PATIENCE)?;
+        match answer.as_str().map(str::trim) {
             None | Some("") => Ok(()),
-            Some(refusal) => {
-                Err(QmpError::Refused { command: "human-monitor-command", description: refusal.to_owned() })
-            }
+            Some(refusal) => Err(QmpError::Refused { command: "human-monitor-command", description: said(refusal) }),
         }
     }
 
@@ -321,7 +323,7 @@ impl Qmp {
     /// the types do not know.
     pub fn run_state(&self) -> Result<String, QmpError> {
         let status = self.ask("query-status", json!({}), ANSWER_PATIENCE)?;
-        Ok(status["status"].as_str().unwrap_or_default().to_owned())
+        Ok(word(&status["status"]))
     }
 }
 
@@ -380,9 +382,9 @@ fn event(message: &Value) -> Option<QmpEvent> {
     })
 }
 
-/// A name from QEMU, truncated so that it can be kept and shown.
+/// A name from QEMU, truncated and printable so that it can be kept and shown.
 fn word(value: &Value) -> String {
-    value.as_str().unwrap_or_default().chars().take(WORD_CHARS_MAX).collect()
+    printable(beginning(value.as_str().unwrap_or_default(), WORD_CHARS_MAX))
 }
 
 /// `chardevs`: the answer to `query-chardev`.

@@ -21,6 +21,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use hearth_memory::{FileOffset, GuestPhysicalAddress, Layout, MemoryError, PAGE_BYTES, RamFile};
+use plain_text::{beginning, printable};
 
 use crate::ember::Ember;
 use crate::hold::Hold;
@@ -100,7 +101,7 @@ pub fn judge(memory: &impl PhysicalMemory, notes: &[u8], level: DumpLevel) -> As
     judgement.utsname = linux.utsname();
     judgement.vmcoreinfo = Some(linux.vmcoreinfo().text().to_vec());
     judgement.panic = match linux.log() {
-        Ok(lines) => log::panic_reason(&lines).map(printable),
+        Ok(lines) => log::panic_reason(&lines).map(shown_reason),
         Err(error) => {
             judgement.warnings.push(format!("the kernel log cannot be read: {error}"));
             None
@@ -124,9 +125,9 @@ fn not_understood(memory: &impl PhysicalMemory, level: DumpLevel, error: &NotUnd
     judgement
 }
 
-/// Shortens a guest's text and replaces what a terminal cannot show.
-fn printable(text: &str) -> String {
-    text.chars().map(|letter| if letter.is_control() { ' ' } else { letter }).take(PANIC_CHARS_MAX).collect()
+/// A guest's own words for why it died, made fit for events.
+fn shown_reason(text: &str) -> String {
+    printable(beginning(text, PANIC_CHARS_MAX))
 }
 
 /// A dump's claim on dead memory, given up as the dump proceeds. Page frames are the guest's.
@@ -260,7 +261,7 @@ mod tests {
 
     #[test]
     fn guest_text_is_shortened_and_cleaned() {
-        assert_eq!(printable("a\x1b[2Jb\nc"), "a [2Jb c");
-        assert_eq!(printable(&"x".repeat(1000)).len(), PANIC_CHARS_MAX);
+        assert_eq!(shown_reason("a\x1b[2Jb\nc"), "a [2Jb c");
+        assert_eq!(shown_reason(&"x".repeat(1000)).len(), PANIC_CHARS_MAX);
     }
 }

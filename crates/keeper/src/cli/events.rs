@@ -1,6 +1,7 @@
 //! `hearth events`: what happened, from the keeper or, after its end, from the file it left.
 
 use hearth_api::{EventKind, EventRecord};
+use plain_text::printable;
 
 use super::{CliError, Context, Exit, describe};
 use crate::client::ClientError;
@@ -59,5 +60,6 @@ fn write(context: &mut Context<'_>, record: &EventRecord) -> Result<(), CliError
 }
 
 pub fn line(record: &EventRecord) -> String {
-    format!("{}  {:>4}  [{}]  {}", record.time, record.sequence, record.incarnation, describe(&record.event))
+    let what = printable(&describe(&record.event));
+    format!("{}  {:>4}  [{}]  {what}", record.time, record.sequence, record.incarnation)
 }

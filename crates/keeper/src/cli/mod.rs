@@ -84,6 +84,8 @@ mod words;
 pub use pages::reference;
 pub use words::describe;
 
+use text::shown;
+
 /// Exit code of the process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Exit {
@@ -651,6 +653,7 @@ impl CliError {
         match self {
             Self::Configuration { problems, .. }
             | Self::NotSet { problems, .. }
+            | Self::NotRunnable { problems, .. }
             | Self::NotAttachable { problems, .. }
             | Self::NotDetachable { problems, .. }
             | Self::NotImportable { problems, .. }
@@ -741,18 +744,8 @@ fn complain(error: &CliError) {
     if error.exit() == Exit::Done {
         return;
     }
-    if let CliError::Configuration { problems, .. }
-    | CliError::NotSet { problems, .. }
-    | CliError::NotRunnable { problems, .. }
-    | CliError::NotAttachable { problems, .. }
-    | CliError::NotDetachable { problems, .. }
-    | CliError::NotImportable { problems, .. }
-    | CliError::Unready { problems, .. }
-    | CliError::CannotTakeOver { problems, .. } = error
-    {
-        problems.iter().for_each(|problem| eprintln!("{problem}"));
-    }
-    eprintln!("hearth: {}", crate::chain(error));
+    error.problems().iter().for_each(|problem| eprintln!("{}", shown(&problem.to_string())));
+    eprintln!("hearth: {}", shown(&crate::chain(error)));
 }
 
 fn perform(verb: Verb, json: bool, root: Option<PathBuf>, out: &mut dyn Write) -> Result<Exit, CliError> {
@@ -856,7 +849,7 @@ impl Context<'_> {
     }
 
     fn write_line(&mut self, line: &str) -> Result<(), CliError> {
-        writeln!(self.out, "{line}")?;
+        writeln!(self.out, "{}", shown(line))?;
         Ok(self.out.flush()?)
     }
 }

@@ -7,6 +7,7 @@
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
+use super::text::shown;
 use super::{CliError, Context, Exit};
 use crate::check::{self, Purpose, life};
 use crate::config::Config;
@@ -164,7 +165,7 @@ fn must_run(context: &Context<'_>, home: &Home) -> Result<(), CliError> {
     if problems.iter().any(Problem::is_error) {
         return Err(CliError::Unready { file, problems });
     }
-    problems.iter().for_each(|problem| eprintln!("{problem}"));
+    problems.iter().for_each(|problem| eprintln!("{}", shown(&problem.to_string())));
     Ok(())
 }
 

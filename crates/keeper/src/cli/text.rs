@@ -1,4 +1,11 @@
-//! Readable numbers, and aligned columns.
+//! Readable numbers, aligned columns, and lines that are fit for a terminal.
+
+use plain_text::printable_letter;
+
+/// Lines for a terminal, which parts of them must not control: they may come from guests, QEMUs, or a keeper of another version.
+pub fn shown(text: &str) -> String {
+    text.chars().map(|letter| if matches!(letter, '\n' | '\t') { letter } else { printable_letter(letter) }).collect()
+}
 
 /// `300.0 MiB`; below a MiB in KiB. GiB have two digits, because a budget of 1.03 GiB is not 1 GiB.
 pub fn bytes(bytes: u64) -> String {

@@ -10,6 +10,7 @@ use std::time::{Duration, UNIX_EPOCH};
 
 use hearth_recovery::vmcore::linux::{ClassCounts, Linux, NotUnderstood, log};
 use hearth_recovery::vmcore::{DumpLevel, PhysicalMemory, VmcoreFile};
+use plain_text::printable;
 use serde::Serialize;
 
 use super::text::{Side, bytes, table};
@@ -200,10 +201,6 @@ fn cpus(file: &VmcoreFile) -> Vec<Cpu> {
 fn date(seconds: i64) -> Option<String> {
     let seconds = u64::try_from(seconds.min(SECONDS_MAX)).ok()?;
     Some(hearth_api::rfc3339(UNIX_EPOCH + Duration::from_secs(seconds)))
-}
-
-fn printable(text: &str) -> String {
-    text.chars().map(|letter| if letter.is_control() { ' ' } else { letter }).collect()
 }
 
 fn page(info: &Info) -> String {

@@ -26,6 +26,7 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+use plain_text::printable;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
 use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, pidfd_getfd, pidfd_open};
@@ -228,7 +229,7 @@ impl Told {
             return Ok(Self { fd_in_qemu, helper_in_qemu, refusal: None });
         }
         let text = message[WHY_OFFSET..].split(|&byte| byte == 0).next().unwrap_or_default();
-        let why = format!("{}: {}", String::from_utf8_lossy(text), io::Error::from_raw_os_error(errno));
+        let why = format!("{}: {}", printable(&String::from_utf8_lossy(text)), io::Error::from_raw_os_error(errno));
         Ok(Self { fd_in_qemu, helper_in_qemu, refusal: Some(why) })
     }
 }

@@ -9,6 +9,7 @@ use std::io::{self, BufRead, BufReader, Read};
 use std::sync::mpsc::{SyncSender, TrySendError};
 use std::time::{Duration, Instant};
 
+use plain_text::{beginning, printable};
 use serde_json::Value;
 
 use super::{QmpEvent, TimedEvent, event, now};
@@ -107,12 +108,12 @@ fn read_within_bounds(
             return Err(Fault::Flood);
         }
         let Ok(message) = serde_json::from_slice::<Value>(&line) else {
-            let said: String = String::from_utf8_lossy(&line).chars().take(QUOTED_CHARS).collect();
+            let said = printable(beginning(String::from_utf8_lossy(&line).trim_end(), QUOTED_CHARS));
             nonsense += 1;
             if nonsense > NONSENSE_MAX {
-                return Err(Fault::Nonsense(said.trim_end().to_owned()));
+                return Err(Fault::Nonsense(said));
             }
-            tracing::warn!(line = said.trim_end(), "QEMU said what is not QMP");
+            tracing::warn!(line = said, "QEMU said what is not QMP");
             continue;
         };
         match event(&message) {
