@@ -82,6 +82,9 @@ fn commands_of_the_page_make_run_change_and_remove_a_machine() -> Result<()> {
     assert!(refused.status == 1 && refused.text().contains("stop it first: `hearth stop web`"), "{}", refused.text());
     let [set, start, upgrade, reboot, stop, rm] = commands("Day by day").try_into().expect("six commands");
     host.must("hearth set web display=vnc")?;
+    let viewed = host.shell("hearth view web")?;
+    let next = "its next one will: `hearth upgrade-keeper web && hearth reboot web`";
+    assert!(viewed.status == 1 && viewed.text().contains(next), "{}", viewed.text());
     let said = host.must(&set)?;
     assert!(
         said.contains("cpus = 2: waits for the next guest: `hearth upgrade-keeper web && hearth reboot web`"),
@@ -109,14 +112,17 @@ fn commands_of_the_page_make_run_change_and_remove_a_machine() -> Result<()> {
     assert_eq!(&greeting, b"RFB 003.008\n");
     let viewed = host.shell("unset DISPLAY WAYLAND_DISPLAY; hearth view web")?;
     assert!(
-        viewed.status == 1 && viewed.text().contains("`ssh -NL 5900:/run/hearth/web/vnc.sock "),
+        viewed.status == 1 && viewed.text().contains("`ssh -NL 5900:/run/hearth/web/vnc.sock root@"),
         "{}",
         viewed.text()
     );
     let said = host.must("hearth set web display=")?;
     assert!(said.contains("display is removed: waits for the next guest"), "{said}");
     assert!(!host.must("cat /etc/hearth/web.toml")?.contains("display"));
+    assert_eq!(host.must("hearth set web display=")?, "display has its default already\n");
     host.must(&format!("{stop} --force"))?;
+    let stopped = host.shell("hearth status web")?;
+    assert!(stopped.status == 3 && stopped.text().contains(&format!("start it with `{run}`")), "{}", stopped.text());
     let unit = host.shell(&start)?;
     assert!(unit.status == 1 && unit.text().contains(&format!("run it in the foreground: {run}")), "{}", unit.text());
     let asked = host.shell(&rm)?;
