@@ -149,9 +149,13 @@ pub fn escape(text: &str) -> String {
     escaped
 }
 
-/// `7.6 ms`, `90 ms`, `7.60 s`, `73.4 s`.
+/// `7.6 ms`, `90 ms`, `7.60 s`, `73.4 s`, `2 min 5 s`, `3 h 20 min`, `2 d 4 h`.
 pub fn milliseconds(duration_ms: f64) -> String {
+    let seconds = (duration_ms / 1e3) as u64;
     match duration_ms {
+        days if days >= 86_400e3 => format!("{} d {} h", seconds / 86_400, seconds / 3600 % 24),
+        hours if hours >= 3600e3 => format!("{} h {} min", seconds / 3600, seconds / 60 % 60),
+        minutes if minutes >= 120e3 => format!("{} min {} s", seconds / 60, seconds % 60),
         long if long >= 10_000.0 => format!("{:.1} s", long / 1e3),
         long if long >= 1000.0 => format!("{:.2} s", long / 1e3),
         medium if medium >= 10.0 => format!("{medium:.0} ms"),
@@ -220,7 +224,15 @@ mod tests {
 
     #[test]
     fn longer_times_have_fewer_decimals() {
-        for (ms, text) in [(7.61, "7.6 ms"), (90.4, "90 ms"), (7604.0, "7.60 s"), (73_440.0, "73.4 s")] {
+        for (ms, text) in [
+            (7.61, "7.6 ms"),
+            (90.4, "90 ms"),
+            (7604.0, "7.60 s"),
+            (73_440.0, "73.4 s"),
+            (125e3, "2 min 5 s"),
+            (12_000e3, "3 h 20 min"),
+            (259_201e3, "3 d 0 h"),
+        ] {
             assert_eq!(milliseconds(ms), text);
         }
     }

@@ -270,10 +270,10 @@ mod tests {
   resume(n)     4.0 ms +0.0 ms * n
   reboot_os(n)  7000.0 ms +0.0 ms * n, n at least 2 (processors)
 
-N   PAUSE  MEASURED  IF REBOOTED  MEASURED   GAINED
-1  4.0 ms    4.0 ms      3.500 s   7.000 s  3.496 s
-2  4.0 ms         -      3.500 s         -  3.496 s
-4  4.0 ms         -      3.500 s         -  3.496 s";
+N   PAUSE  MEASURED  IF REBOOTED  MEASURED  GAINED
+1  4.0 ms    4.0 ms       3.50 s    7.00 s  3.50 s
+2  4.0 ms         -       3.50 s         -  3.50 s
+4  4.0 ms         -       3.50 s         -  3.50 s";
         assert_eq!(page(&plan), words, "\n{}", page(&plan));
     }
 

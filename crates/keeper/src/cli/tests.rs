@@ -276,10 +276,10 @@ fn status_is_a_page_or_json() {
     let page = fixture.output(&["status", "web"]);
     let expect = "web  running, incarnation 2, up 1 min 15 s
   last end      guest panicked
-  recovery      warm, in 131.0 ms (`hearth explain web`)
+  recovery      warm, in 131 ms (`hearth explain web`)
   restore       11000 of 90000 pages prefetched, 40 loaded on fault, 8960 missing; /srv/snapshots/web-1 (working-set)
   waits for     /srv/snapshots/web-1/ram: pages 7 to 22 of the guest's memory are damaged
-  frozen        2 file systems, for a save, for 1.500 s
+  frozen        2 file systems, for a save, for 1.50 s
   qemu          7.2.9, pid 4712, generation 2
   accelerator   tcg (/dev/kvm does not exist)
   userfault     handed over
@@ -297,7 +297,7 @@ memory
   ledger                              50000 pages known to hold a disk block
   boot set        24.0 MiB     2.3 %
   nvram           64.0 MiB     6.1 %
-  granted        320.0 MiB    31.2 %  the guest waited 1.250 s for memory, 2 wait now
+  granted        320.0 MiB    31.2 %  the guest waited 1.25 s for memory, 2 wait now
 
 ember
   kept           512.0 MiB   100.0 %  131072 pages
@@ -309,7 +309,7 @@ dump of incarnation 1
   state         writing
   panic         sysrq triggered crash
   file          /dumps/web-1-20260301T120000123Z.vmcore (level 31, kdump, zstd)
-  written         12.0 MiB    25.0 %  10000 of 40000 pages, 40.0 MiB/s, 3.000 s to go
+  written         12.0 MiB    25.0 %  10000 of 40000 pages, 40.0 MiB/s, 3.00 s to go
   held           117.2 MiB            memory not yet released
   warning       no registers: QEMU was gone
 
@@ -321,7 +321,7 @@ disk root
   from image       1.0 MiB    20.0 %
   written          2.0 MiB            in 300 requests, 4 flushes, 1 discards
   arriving      1023.0 MiB    99.9 %  of 1.00 GiB fetched; s3://bucket/web-1/disk-root
-  throttled     15.0 ms
+  throttled     15 ms
 
 nvram journal
   size          64.0 MiB, connected
@@ -339,17 +339,18 @@ nets
 #[test]
 fn explain_draws_the_phases() {
     let fixture = fixture();
-    let expect = "web: incarnation 2 runs 131.0 ms after the one before it ended (guest panicked, 2026-03-01T12:00:00.123Z); warm
+    let expect =
+        "web: incarnation 2 runs 131 ms after the one before it ended (guest panicked, 2026-03-01T12:00:00.123Z); warm
 crash message: sysrq triggered crash
-dump writing: 25 %, 12.0 MiB in 2.500 s, /dumps/web-1-20260301T120000123Z.vmcore
+dump writing: 25 %, 12.0 MiB in 2.50 s, /dumps/web-1-20260301T120000123Z.vmcore
 512.0 MiB of disk blocks kept in 131072 pages, 100.0 MiB released
 
-phase     start      took
-drain    0.0 ms    1.0 ms  |█                                               |
-bank     1.0 ms    0.5 ms  |█                                               |
-attach   1.5 ms    0.1 ms  | █                                              |
-settle   2.0 ms   60.0 ms  | ██████████████████████                         |
-launch  11.0 ms  120.0 ms  |    ████████████████████████████████████████████|
+phase    start    took
+drain   0.0 ms  1.0 ms  |█                                               |
+bank    1.0 ms  0.5 ms  |█                                               |
+attach  1.5 ms  0.1 ms  | █                                              |
+settle  2.0 ms   60 ms  | ██████████████████████                         |
+launch   11 ms  120 ms  |    ████████████████████████████████████████████|
 ";
     let page = fixture.output(&["explain", "web"]);
     assert_eq!(page, expect, "\n{page}");
@@ -841,7 +842,7 @@ fn the_systemd_units_wait_for_parked_guests() {
 fn save_waits_and_can_be_cancelled() {
     let fixture = fixture();
     let output = fixture.output(&["save", "web", "-o", "/s"]);
-    assert!(output.ends_with("saved, 256 pages in 1.0 MiB; the guest paused for 700.0 ms; /s\n"), "{output}");
+    assert!(output.ends_with("saved, 256 pages in 1.0 MiB; the guest paused for 700 ms; /s\n"), "{output}");
     let (output, done) = fixture.run(&["save", "web", "-o", "/s", "--compress"]);
     assert!(output.ends_with("save failed: the disk is full (/s)\n"), "{output}");
     assert_eq!(done.unwrap_err().exit(), Exit::Failed);

@@ -7,6 +7,8 @@ pub fn shown(text: &str) -> String {
     text.chars().map(|letter| if matches!(letter, '\n' | '\t') { letter } else { printable_letter(letter) }).collect()
 }
 
+pub use hearth_page::milliseconds;
+
 /// `300.0 MiB`; below a MiB in KiB. GiB have two digits, because a budget of 1.03 GiB is not 1 GiB.
 pub fn bytes(bytes: u64) -> String {
     const KIB: f64 = 1024.0;
@@ -24,11 +26,6 @@ pub fn bytes(bytes: u64) -> String {
 pub fn percent(part: u64, whole: u64) -> String {
     let percent = if whole == 0 { 0.0 } else { part as f64 * 100.0 / whole as f64 };
     format!("{percent:.1} %")
-}
-
-/// `75.5 ms`, `1.250 s`.
-pub fn milliseconds(ms: f64) -> String {
-    if ms < 1000.0 { format!("{ms:.1} ms") } else { format!("{:.3} s", ms / 1000.0) }
 }
 
 /// `12 s`, `1 min 15 s`, `3 h 20 min`, `2 d 4 h`.
@@ -86,7 +83,6 @@ mod tests {
     #[test]
     fn times() {
         assert_eq!([0.4, 75.0, 12_000.0, 200_000.0].map(uptime), ["0 s", "1 min 15 s", "3 h 20 min", "2 d 7 h"]);
-        assert_eq!([0.04, 131.0, 1250.0].map(milliseconds), ["0.0 ms", "131.0 ms", "1.250 s"]);
     }
 
     #[test]
