@@ -3,6 +3,7 @@
 //! The text and `docs/metrics.md` come from one table. The format is written by hand: it has three lines per metric,
 //! and a registry would need a copy of every value that the status holds already.
 
+use std::collections::BTreeMap;
 use std::fmt::Write;
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -458,8 +459,12 @@ impl Metric {
                 arrivals.for_each(|(name, arrival)| sample(&[name], value(arrival) as f64));
             }
             Values::Phases => {
-                let phases = status.last_recovery.iter().flat_map(|recovery| &recovery.phases);
-                phases.for_each(|phase| sample(&[&phase.phase], phase.duration_ms / 1000.0));
+                let mut sums_ms = BTreeMap::new();
+                // An attempt to start that failed has the same phases.
+                for phase in status.last_recovery.iter().flat_map(|recovery| &recovery.phases) {
+                    *sums_ms.entry(phase.phase.as_str()).or_insert(0.0) += phase.duration_ms;
+                }
+                sums_ms.into_iter().for_each(|(phase, ms): (_, f64)| sample(&[phase], ms / 1000.0));
             }
             Values::Info => {
                 let (version, accelerator) =
@@ -647,6 +652,17 @@ mod tests {
         let output = promtool.wait_with_output().unwrap();
         let said = String::from_utf8([output.stdout, output.stderr].concat()).unwrap();
         assert!(output.status.success() && said.is_empty(), "{said}");
+    }
+
+    #[test]
+    fn phase_that_took_place_twice_has_one_line() {
+        let mut status = sample::status();
+        let phases = &mut status.last_recovery.as_mut().unwrap().phases;
+        let again = phases.clone();
+        phases.extend(again);
+        let text = text(&status);
+        let lines: Vec<_> = text.lines().filter(|line| line.contains("phase=\"launch\"")).collect();
+        assert_eq!(lines, [r#"hearth_recovery_phase_seconds{machine="web",phase="launch"} 0.24"#]);
     }
 
     #[test]

@@ -175,12 +175,16 @@ impl CrashRecovery {
     ) -> bool {
         match message {
             DumpMessage::Event(EventKind::CrashReason { message }) => {
-                if let Some(timeline) = &mut recovery.timeline {
-                    timeline.crash_reason(incarnation, &message);
+                if let Some(recovery) = recovery.from(incarnation) {
+                    recovery.crash_reason(&message);
                 }
             }
             DumpMessage::Event(_) => {}
-            DumpMessage::Phase { phase, began, took } => recovery.phase_ended(context, phase.name(), began, took),
+            DumpMessage::Phase { phase, began, took } => {
+                if let Some(recovery) = recovery.from(incarnation) {
+                    recovery.phase_ended(context, phase.name(), began, took);
+                }
+            }
             DumpMessage::Over => {
                 self.dumps.over();
                 Self::forget_dump(context, incarnation);

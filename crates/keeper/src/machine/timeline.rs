@@ -29,11 +29,25 @@ impl LastRecovery {
         context.record(EventKind::Phase { phase: phase.to_owned(), duration_ms: ms(took) });
     }
 
+    /// This recovery, if it is the one from the guest of this incarnation: a queued dump is of an earlier guest, and one of a
+    /// living guest is of none that ended.
+    pub fn from(&mut self, dead: u32) -> Option<&mut Self> {
+        let is_from = self.timeline.as_ref().is_some_and(|timeline| dead + 1 == timeline.recovery.incarnation);
+        is_from.then_some(self)
+    }
+
     /// The recovery, with the dump of the guest that was recovered from.
     pub fn shown(&self, dumps: &[DumpStatus]) -> Option<Recovery> {
         let mut recovery = self.timeline.as_ref()?.recovery().clone();
         recovery.dump = dumps.iter().find(|dump| !dump.live && dump.incarnation + 1 == recovery.incarnation).cloned();
         Some(recovery)
+    }
+
+    /// Records the dead guest's own message about its crash.
+    pub fn crash_reason(&mut self, message: &str) {
+        if let Some(timeline) = &mut self.timeline {
+            timeline.recovery.panic = Some(message.to_owned());
+        }
     }
 
     /// Records that the dead guest's memory cannot be kept after all.
@@ -85,13 +99,6 @@ impl Timeline {
         self.start = start;
     }
 
-    /// Records the dead guest's own message about its crash.
-    pub fn crash_reason(&mut self, dead: u32, message: &str) {
-        if dead + 1 == self.recovery.incarnation {
-            self.recovery.panic = Some(message.to_owned());
-        }
-    }
-
     /// Records the end of a phase.
     pub fn ended(&mut self, phase: &str, began: Instant, took: Duration) {
         let began = began.saturating_duration_since(self.start);
@@ -126,4 +133,17 @@ impl Timeline {
 
 fn ms(duration: Duration) -> f64 {
     duration.as_secs_f64() * 1e3
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn dumps_of_other_guests_are_not_part_of_a_recovery() {
+        let timeline = Some(Timeline::start(3, EndCause::Panic, None));
+        let mut recovery = LastRecovery { timeline, waits_since: None };
+        assert_eq!([1, 2, 3].map(|dead| recovery.from(dead).is_some()), [false, true, false]);
+        assert!(LastRecovery::default().from(2).is_none());
+    }
 }
