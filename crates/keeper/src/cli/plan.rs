@@ -14,7 +14,7 @@ use hearth_recovery::rejuvenation::downtime::{Contended, Line, Model, Span, by_c
 use serde::Serialize;
 
 use super::text::{Side, milliseconds, table};
-use super::{CliError, Context, Exit};
+use super::{CliError, Context, Exit, report};
 use crate::event_log::read_file;
 use crate::runtime_root::RuntimeRoot;
 
@@ -125,7 +125,7 @@ pub(super) fn median(mut values: Vec<f64>) -> Option<f64> {
 
 /// The history in one machine's events.
 fn add(records: &[EventRecord], boot_ms: f64, hops: &mut Vec<Span>, reboots: &mut Vec<Span>) {
-    let (mut phases_ms, mut ended_ms) = (0.0, None);
+    let mut phases_ms = 0.0;
     for record in records {
         let Some(at_ms) = milliseconds_of(&record.time).map(|at| at as f64) else { continue };
         match &record.event {
@@ -134,22 +134,17 @@ fn add(records: &[EventRecord], boot_ms: f64, hops: &mut Vec<Span>, reboots: &mu
                 hops.push(Span { from_ms: at_ms - phases_ms, to_ms: at_ms, downtime_ms: *pause_ms });
                 phases_ms = 0.0;
             }
-            EventKind::Request { .. } | EventKind::RejuvenationDue { .. } | EventKind::RejuvenationFailed { .. } => {
-                phases_ms = 0.0;
-            }
-            EventKind::IncarnationEnded { .. } => ended_ms = Some(at_ms),
-            // The time after this is not part of a reboot's duration.
-            EventKind::Started { .. } | EventKind::CrashLoop { .. } => ended_ms = None,
-            EventKind::IncarnationStarted { .. } => {
-                phases_ms = 0.0;
-                if let Some(ended_ms) = ended_ms.take() {
-                    let to_ms = at_ms + boot_ms;
-                    reboots.push(Span { from_ms: ended_ms, to_ms, downtime_ms: to_ms - ended_ms });
-                }
-            }
+            EventKind::Request { .. }
+            | EventKind::RejuvenationDue { .. }
+            | EventKind::RejuvenationFailed { .. }
+            | EventKind::IncarnationStarted { .. } => phases_ms = 0.0,
             _ => {}
         }
     }
+    reboots.extend(report::recoveries(records).iter().filter_map(|past| {
+        let downtime_ms = past.downtime_without_wait_ms()? + boot_ms;
+        Some(Span { from_ms: past.ended_ms, to_ms: past.ended_ms + downtime_ms, downtime_ms })
+    }));
 }
 
 pub fn show(context: &mut Context<'_>, boot: Duration, alpha: f64) -> Result<Exit, CliError> {
@@ -228,8 +223,12 @@ mod tests {
     use super::*;
 
     fn record(second: u32, event: EventKind) -> EventRecord {
+        record_of(1, second, event)
+    }
+
+    fn record_of(incarnation: u32, second: u32, event: EventKind) -> EventRecord {
         let time = format!("2026-03-01T12:00:{second:02}.000Z");
-        EventRecord { sequence: 1, time, machine: "web".into(), incarnation: 1, event }
+        EventRecord { sequence: 1, time, machine: "web".into(), incarnation, event }
     }
 
     fn hop(second: u32, took_ms: f64, pause_ms: f64) -> [EventRecord; 3] {
@@ -259,10 +258,11 @@ mod tests {
 
     #[test]
     fn plan_counts_reboots_outside_crash_loops() {
-        let ended = |second| record(second, EventKind::IncarnationEnded { cause: EndCause::Panic });
-        let started = |second| record(second, EventKind::IncarnationStarted { generation: 2, warm: true });
-        let waits = record(21, EventKind::CrashLoop { delay_s: 9, next_start: String::new() });
-        let records = vec![started(1), ended(10), started(12), ended(20), waits, started(30)];
+        let ended = |number, second| record_of(number, second, EventKind::IncarnationEnded { cause: EndCause::Panic });
+        let started =
+            |number, second| record_of(number, second, EventKind::IncarnationStarted { generation: 2, warm: true });
+        let waits = record_of(2, 21, EventKind::CrashLoop { delay_s: 9, next_start: String::new() });
+        let records = vec![started(1, 1), ended(1, 10), started(2, 12), ended(2, 20), waits, started(3, 30)];
         let history = history(&[[records, hop(40, 1.0, 4.0).to_vec()].concat()], 5000.0);
         assert_eq!(history.reboots, [(1.0, 7000.0)]);
         let plan = history.plan(4, 2, Duration::from_secs(5), 0.5).unwrap();

@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
 use clap::Args;
-use hearth_api::rfc3339;
+use hearth_api::{EventRecord, rfc3339};
 use serde_json::json;
 
 use super::{CliError, Context, Exit, events};
@@ -21,6 +21,8 @@ mod history;
 mod page;
 #[cfg(test)]
 mod tests;
+
+use history::{History, PastRecovery};
 
 /// The mark of a report is in its first lines.
 const HEAD_BYTES: u64 = 1024;
@@ -63,6 +65,11 @@ pub fn write(context: &mut Context<'_>, arguments: &ReportArguments) -> Result<E
         context.write_line(&format!("{name}: report written to {}; open it in a browser", file.display()))?;
     }
     Ok(Exit::Done)
+}
+
+/// How a machine's incarnations followed each other.
+pub fn recoveries(records: &[EventRecord]) -> Vec<PastRecovery> {
+    History::of(records).recoveries
 }
 
 /// Refuses to replace a file that is no report: a mistyped name must not cost a file.

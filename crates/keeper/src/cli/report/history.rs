@@ -1,8 +1,13 @@
 //! A machine's recoveries, read from its events. Pure: events -> recoveries.
 //!
+//! a guest ends -> its recovery is open -> the next incarnation starts, and is sampled -> that one ends too
+//!
+//! A stop, a failure or a new keeper before the next start closes it as well: how long the machine then stood still says nothing of
+//! Hearth. A domain that libvirt has ended is off until somebody starts it, so its clock starts then, as the keeper's own does.
+//!
 //! The newest recovery is also in the keeper's status, with exact times; `refine` takes them from there.
 
-use hearth_api::{DumpState, EndCause, EventKind, EventRecord, PhaseTime, Recovery, milliseconds_of};
+use hearth_api::{DumpState, EndCause, EventKind, EventRecord, MachineState, PhaseTime, Recovery, milliseconds_of};
 use hearth_page::memory_plot::Held;
 use hearth_recovery::rejuvenation;
 
@@ -18,9 +23,12 @@ pub struct PastRecovery {
     pub panic: Option<String>,
     /// When it ended. RFC 3339.
     pub ended_at: String,
-    pub(super) ended_ms: f64,
-    /// Time until the next guest ran. None: it did not, or no event says so.
+    /// The same, since 1970; of a domain that was off: when its next start began.
+    pub ended_ms: f64,
+    /// Time until the next guest ran. None: none did before a stop, a failure or another keeper.
     pub downtime_ms: Option<f64>,
+    /// Whether the machine waited before that start: in a crash loop, or for what it lacked.
+    pub waited: bool,
     pub warm: Option<bool>,
     /// In the order in which they ended.
     pub phases: Vec<PhaseTime>,
@@ -74,10 +82,34 @@ pub struct History {
 }
 
 impl PastRecovery {
+    fn begin(record: &EventRecord, cause: EndCause, at_ms: f64) -> Self {
+        Self {
+            dead: record.incarnation,
+            cause,
+            panic: None,
+            ended_at: record.time.clone(),
+            ended_ms: at_ms,
+            downtime_ms: None,
+            waited: false,
+            warm: None,
+            phases: Vec::new(),
+            kept_bytes: None,
+            released_bytes: None,
+            dump: None,
+            ready: None,
+            samples: Vec::new(),
+        }
+    }
+
+    /// Downtime without a wait, by which recoveries are compared. None: there was a wait, or no next guest.
+    pub fn downtime_without_wait_ms(&self) -> Option<f64> {
+        self.downtime_ms.filter(|_| !self.waited)
+    }
+
     /// The median downtime of earlier recoveries with the same cause and warmth.
     fn expected(&self, earlier: &[PastRecovery]) -> Option<f64> {
         let like = earlier.iter().filter(|one| (one.cause, one.warm) == (self.cause, self.warm));
-        median(like.filter_map(|one| one.downtime_ms).collect())
+        median(like.filter_map(Self::downtime_without_wait_ms).collect())
     }
 
     pub fn points(&self) -> Vec<Held> {
@@ -122,11 +154,13 @@ impl History {
         }
     }
 
-    /// Expected and measured downtime of each recovery that has both ends.
+    /// Expected and measured downtime of each recovery that has both ends and no wait between them.
     pub fn predictions(&self) -> Vec<(&PastRecovery, Option<f64>, f64)> {
         let past = self.recoveries.iter().enumerate();
-        past.filter_map(|(number, past)| Some((past, past.expected(&self.recoveries[..number]), past.downtime_ms?)))
-            .collect()
+        past.filter_map(|(number, past)| {
+            Some((past, past.expected(&self.recoveries[..number]), past.downtime_without_wait_ms()?))
+        })
+        .collect()
     }
 
     /// Expected and measured pause of each hop: the median of the earlier ones.
@@ -139,6 +173,8 @@ impl History {
 #[derive(Default)]
 struct Reader {
     history: History,
+    /// Whether later events may belong to the last recovery.
+    is_open: bool,
     /// A crash's message precedes the name of its dump.
     crash_reason: Option<String>,
     /// Counters of the reads when the last incarnation began.
@@ -157,14 +193,16 @@ impl Reader {
                 version: version.clone(),
                 pause_ms: *pause_ms,
             }),
-            // A new keeper's disks count from zero.
-            EventKind::Started { .. } => self.read_before = (0, 0),
+            EventKind::Started { .. } => {
+                // A new keeper's disks count from zero.
+                self.read_before = (0, 0);
+                // It may have been started at any time.
+                self.is_open &= self.history.recoveries.last().is_some_and(|past| past.downtime_ms.is_some());
+            }
+            EventKind::StateChanged { to, .. } => self.state_changed(*to, at_ms),
             event => {
-                let read_before = &mut self.read_before;
-                if let Some(past) = self.history.recoveries.last_mut() {
-                    past.take(event, record.incarnation, at_ms, read_before);
-                } else if let EventKind::MemoryHeld { read_warm_bytes, read_image_bytes, .. } = event {
-                    *read_before = (*read_warm_bytes, *read_image_bytes);
+                if let Some(past) = self.history.recoveries.last_mut().filter(|_| self.is_open) {
+                    past.take(event, record.incarnation, at_ms, &mut self.read_before);
                 }
             }
         }
@@ -172,24 +210,21 @@ impl Reader {
 
     fn ended(&mut self, record: &EventRecord, cause: EndCause, at_ms: f64) {
         // No guest follows these.
-        if matches!(cause, EndCause::OperatorStop | EndCause::GuestShutdown) {
-            return;
+        self.is_open = !matches!(cause, EndCause::OperatorStop | EndCause::GuestShutdown);
+        if self.is_open {
+            self.history.recoveries.push(PastRecovery::begin(record, cause, at_ms));
         }
-        self.history.recoveries.push(PastRecovery {
-            dead: record.incarnation,
-            cause,
-            panic: None,
-            ended_at: record.time.clone(),
-            ended_ms: at_ms,
-            downtime_ms: None,
-            warm: None,
-            phases: Vec::new(),
-            kept_bytes: None,
-            released_bytes: None,
-            dump: None,
-            ready: None,
-            samples: Vec::new(),
-        });
+    }
+
+    fn state_changed(&mut self, to: MachineState, at_ms: f64) {
+        let Some(past) = self.history.recoveries.last_mut().filter(|_| self.is_open) else { return };
+        let is_off = past.cause == EndCause::QemuEnded && past.downtime_ms.is_none();
+        match to {
+            MachineState::Stopped if is_off => {}
+            MachineState::Starting if is_off => past.ended_ms = at_ms,
+            MachineState::Stopped | MachineState::Failed => self.is_open = false,
+            _ => {}
+        }
     }
 
     fn take_dump(&mut self, record: &EventRecord, at_ms: f64) {
@@ -233,12 +268,15 @@ pub(super) fn dump(file: &str, state: DumpState) -> PastDump {
 }
 
 impl PastRecovery {
+    /// Takes an event of the time in which this recovery is open.
     fn take(&mut self, event: &EventKind, incarnation: u32, at_ms: f64, read_before: &mut (u64, u64)) {
+        let next = self.dead + 1;
         match event {
-            EventKind::IncarnationStarted { warm, .. } if self.downtime_ms.is_none() => {
+            EventKind::IncarnationStarted { warm, .. } if incarnation == next && self.downtime_ms.is_none() => {
                 self.downtime_ms = Some(at_ms - self.ended_ms);
                 self.warm = Some(*warm);
             }
+            EventKind::CrashLoop { .. } | EventKind::StartWaits { .. } => self.waited = true,
             EventKind::Phase { phase, duration_ms } if !self.is_of_hop(phase) => self.phases.push(PhaseTime {
                 phase: phase.clone(),
                 started_ms: (at_ms - duration_ms - self.ended_ms).max(0.0),
@@ -248,7 +286,7 @@ impl PastRecovery {
             EventKind::EmberSettled { released_bytes, .. } if self.released_bytes.is_none() => {
                 self.released_bytes = Some(*released_bytes);
             }
-            EventKind::Ready { hit_pct, .. } if self.ready.is_none() && incarnation > self.dead => {
+            EventKind::Ready { hit_pct, .. } if self.ready.is_none() && incarnation == next => {
                 self.ready = Some((at_ms - self.ended_ms, *hit_pct));
             }
             EventKind::MemoryHeld {
@@ -258,22 +296,20 @@ impl PastRecovery {
                 limit_bytes,
                 read_warm_bytes,
                 read_image_bytes,
-            } => {
+            } if *living == next => {
                 let read = (*read_warm_bytes, *read_image_bytes);
                 // The first sample of an incarnation is taken before its guest has read anything.
-                if *living <= self.dead || self.samples.is_empty() {
+                if self.samples.is_empty() {
                     *read_before = read;
                 }
-                if *living > self.dead {
-                    self.samples.push(Sample {
-                        second: (at_ms - self.ended_ms) / 1e3,
-                        living_bytes: *resident_bytes,
-                        dead_bytes: *dead_bytes,
-                        limit_bytes: *limit_bytes,
-                        warm_bytes: read.0.saturating_sub(read_before.0),
-                        image_bytes: read.1.saturating_sub(read_before.1),
-                    });
-                }
+                self.samples.push(Sample {
+                    second: (at_ms - self.ended_ms) / 1e3,
+                    living_bytes: *resident_bytes,
+                    dead_bytes: *dead_bytes,
+                    limit_bytes: *limit_bytes,
+                    warm_bytes: read.0.saturating_sub(read_before.0),
+                    image_bytes: read.1.saturating_sub(read_before.1),
+                });
             }
             _ => {}
         }
@@ -387,6 +423,101 @@ mod tests {
         ]);
         let past: Vec<_> = history.predictions().iter().map(|(_, expected, measured)| (*expected, *measured)).collect();
         assert_eq!(past, [(None, 200.0), (Some(200.0), 400.0), (None, 100.0), (Some(300.0), 250.0)]);
+    }
+
+    fn state(at: u32, incarnation: u32, from: MachineState, to: MachineState) -> EventRecord {
+        record(at, incarnation, EventKind::StateChanged { from, to })
+    }
+
+    fn keeper(at: u32, incarnation: u32) -> EventRecord {
+        record(at, incarnation, EventKind::Started { pid: 1, version: "1".into() })
+    }
+
+    fn ready(at: u32, incarnation: u32) -> EventRecord {
+        let event = EventKind::Ready { why: "probe".into(), blocks: 9, held_blocks: 9, hit_pct: None };
+        record(at, incarnation, event)
+    }
+
+    #[test]
+    fn recovery_ends_with_a_stop_a_failure_or_its_keeper() {
+        use MachineState::{Failed, Recovering, Starting, Stopped};
+        let check = |end: Vec<EventRecord>| {
+            let before = vec![panicked(1000, 1), state(1001, 1, MachineState::Running, Recovering)];
+            let later = vec![
+                record(50_000, 2, phase("launch", 150.0)),
+                record(50_100, 2, held(2, 9, 30, 60)),
+                runs(50_200, 2),
+                ready(51_000, 2),
+            ];
+            let history = History::of(&[before, end.clone(), later].concat());
+            let past = &history.recoveries[0];
+            let found = (past.downtime_ms, past.phases.len(), past.samples.len(), past.ready);
+            assert_eq!(found, (None, 0, 0, None), "{end:?}");
+            assert_eq!(history.predictions().len(), 0);
+        };
+        let waits = record(1002, 1, EventKind::CrashLoop { delay_s: 9, next_start: String::new() });
+        check(vec![waits, state(2000, 1, Recovering, Stopped), keeper(49_000, 1)]);
+        check(vec![state(2000, 1, Recovering, Failed), keeper(49_000, 1)]);
+        check(vec![keeper(49_000, 1)]);
+        check(vec![state(2000, 1, Recovering, Stopped), state(49_000, 1, Stopped, Starting)]);
+    }
+
+    #[test]
+    fn only_the_next_incarnation_counts() {
+        let ended = |at, incarnation, cause| record(at, incarnation, EventKind::IncarnationEnded { cause });
+        let history = History::of(&[
+            panicked(1000, 1),
+            runs(1200, 2),
+            record(1300, 2, held(2, 9, 0, 0)),
+            // Another keeper takes it over.
+            keeper(2000, 2),
+            record(2300, 2, held(2, 9, 0, 0)),
+            ended(3000, 2, EndCause::OperatorStop),
+            keeper(40_000, 2),
+            runs(41_000, 3),
+            record(41_100, 3, held(3, 9, 30, 60)),
+            ready(42_000, 3),
+        ]);
+        let past = &history.recoveries[0];
+        assert_eq!((past.downtime_ms, past.samples.len(), past.ready), (Some(200.0), 2, None));
+        assert_eq!(history.recoveries.len(), 1);
+        let lost = History::of(&[panicked(1000, 1), runs(9000, 3)]);
+        assert_eq!(lost.recoveries[0].downtime_ms, None, "the start of incarnation 2 is missing");
+    }
+
+    /// `virsh shutdown` on Friday, `virsh start` on Monday.
+    #[test]
+    fn time_in_which_a_domain_is_off_is_no_downtime() {
+        use MachineState::{Running, Starting, Stopped};
+        let history = History::of(&[
+            record(1000, 1, EventKind::IncarnationEnded { cause: EndCause::QemuEnded }),
+            record(1010, 1, phase("drain", 4.0)),
+            state(1020, 1, Running, Stopped),
+            state(50_000, 1, Stopped, Starting),
+            record(50_300, 2, phase("attach", 200.0)),
+            runs(50_400, 2),
+            ready(52_000, 2),
+        ]);
+        let past = &history.recoveries[0];
+        assert_eq!((past.downtime_ms, past.ready), (Some(400.0), Some((2000.0, None))));
+        assert_eq!(past.phases.iter().map(|phase| phase.started_ms).collect::<Vec<_>>(), [6.0, 100.0]);
+    }
+
+    #[test]
+    fn waits_are_not_predicted() {
+        let waits = record(3001, 2, EventKind::CrashLoop { delay_s: 9, next_start: String::new() });
+        let history = History::of(&[
+            panicked(1000, 1),
+            runs(1200, 2),
+            panicked(3000, 2),
+            waits,
+            runs(12_000, 3),
+            panicked(20_000, 3),
+            runs(20_300, 4),
+        ]);
+        assert_eq!(history.recoveries[1].downtime_ms, Some(9000.0));
+        let past: Vec<_> = history.predictions().iter().map(|(_, expected, measured)| (*expected, *measured)).collect();
+        assert_eq!(past, [(None, 200.0), (Some(200.0), 300.0)]);
     }
 
     #[test]

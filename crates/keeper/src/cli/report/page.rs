@@ -16,7 +16,8 @@ pub const LISTED: usize = 50;
 const PLOT_S_MIN: f64 = 30.0;
 
 const RECOVERIES: &str = "Each line is the end of one guest, newest first. Downtime: until the next guest runs its first \
-                          instruction; the boot of that guest comes after it. Better: shorter, and warm.";
+                          instruction; the boot of that guest comes after it. None: the machine was stopped, failed or lost its \
+                          keeper before. A domain's time off does not count. Better: shorter, and warm.";
 const PHASES: &str = "The keeper's steps, on a time axis that starts when the old guest ended. Steps that overlap ran at the same \
                       time. Steps after the next guest's start, such as writing the dump, cost no downtime. Better: shorter bars.";
 const CRASH: &str = "What the kernel said, from its dump.";
@@ -25,7 +26,8 @@ const MEMORY: &str = "Memory of dead guests, which serves reads and is dumped, a
 const READS: &str = "What the guest has read from its disks since this recovery: from the dead guest's memory, and from the images. \
                      Better: a larger share from memory.";
 const PREDICTED: &str = "Predicted: the median of this machine's earlier recoveries with the same cause and of the same kind, or of its \
-                         earlier moves to another QEMU. The first of its kind has no prediction. Better: short, and no longer than predicted.";
+                         earlier moves to another QEMU. The first of its kind has no prediction; a recovery that waited, in a \
+                         crash loop or for what it lacked, is left out. Better: short, and no longer than predicted.";
 const DISKS: &str = "What guests have read and written since the keeper started. Better: a larger share from memory.";
 
 /// The page. `status`: None if no keeper answers.
@@ -100,7 +102,8 @@ fn overview(history: &History) -> String {
 }
 
 fn title(past: &PastRecovery) -> String {
-    let downtime = past.downtime_ms.map_or("no next guest ran".to_owned(), |ms| format!("{} down", milliseconds(ms)));
+    let downtime =
+        past.downtime_ms.map_or("no guest followed at once".to_owned(), |ms| format!("{} down", milliseconds(ms)));
     format!("{} UTC: {} (incarnation {}), {downtime}", moment(&past.ended_at), past.cause.words(), past.dead)
 }
 
