@@ -29,12 +29,11 @@ fn row(listed: &Listed) -> Vec<String> {
         return parked.row(&listed.name);
     }
     let Some(status) = &listed.status else {
-        let state = if listed.orphaned { "keeper died" } else { "not running" };
-        return vec![listed.name.clone(), state.to_owned()];
+        return vec![listed.name.clone(), listed.state().to_owned()];
     };
     vec![
         listed.name.clone(),
-        status.state.name().to_owned(),
+        listed.state().to_owned(),
         status.incarnation.to_string(),
         uptime(status.uptime_s),
         bytes(status.memory.ram_bytes),

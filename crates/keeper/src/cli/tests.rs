@@ -1,5 +1,6 @@
 //! The command line, as operators type it, against a real keeper with a simulated machine.
 
+use std::os::unix::net::UnixListener;
 use std::path::Path;
 
 use clap::CommandFactory;
@@ -425,6 +426,30 @@ web   running                2  1 min 15 s  1.00 GiB  800.0 MiB  tcg
     assert_eq!(fixture.output(&["ls"]), expect);
     let list = fixture.json(&["ls"]);
     assert_eq!((&list[0]["status"], &list[1]["status"]["state"]), (&serde_json::Value::Null, &"running".into()));
+}
+
+#[test]
+fn hung_and_failed_machines_are_listed_as_such() {
+    let fixture = fixture();
+    let hung = fixture.folder.path().join("hung");
+    let _lock = keepers_lock(&hung);
+    take_and_close(&hung);
+    let failed = fixture.folder.path().join("failed");
+    std::fs::create_dir(&failed).unwrap();
+    let log = EventLog::open("failed", &failed).unwrap();
+    log.record(EventKind::Error { message: "disk vda: no such file".into() });
+    log.record_state(MachineState::Failed);
+    let list = fixture.output(&["ls"]);
+    let states: Vec<_> = list.lines().skip(1).map(|line| line.split("  ").collect::<Vec<_>>()).collect();
+    assert_eq!((&states[0][..2], states[1].last()), (&["failed", "failed"][..], Some(&"no answer")), "{list}");
+    let list = fixture.json(&["ls"]);
+    assert_eq!((&list[0]["failure"], &list[1]["silent"]), (&"disk vda: no such file".into(), &true.into()), "{list}");
+}
+
+/// A keeper's socket at which requests are taken and closed without an answer.
+fn take_and_close(runtime_folder: &Path) {
+    let listener = UnixListener::bind(runtime_folder.join("api.sock")).unwrap();
+    std::thread::spawn(move || listener.incoming().for_each(drop));
 }
 
 #[test]

@@ -42,11 +42,33 @@ pub struct Listed {
     /// The guest is parked in memory, without QEMU and keeper.
     pub parked: Option<ParkedGuest>,
     /// The error that ended the last keeper, if nothing is left of the machine.
-    #[serde(skip)]
     pub failure: Option<String>,
     /// A keeper lives, but does not answer.
-    #[serde(skip)]
     pub silent: bool,
+}
+
+/// State of a machine whose keeper hangs.
+const NO_ANSWER: &str = "no answer";
+
+impl Listed {
+    /// Its state, in the words of all lists.
+    pub fn state(&self) -> &'static str {
+        match self {
+            Self { status: Some(status), .. } => status.state.name(),
+            Self { parked: Some(_), .. } => "parked",
+            Self { orphaned: true, .. } => "keeper died",
+            Self { silent: true, .. } => NO_ANSWER,
+            Self { failure: Some(_), .. } => "failed",
+            _ => "not running",
+        }
+    }
+}
+
+impl Machine {
+    /// Its state, in the words of all lists. A keeper that does not answer may have had another one last.
+    fn state(&self) -> &'static str {
+        if self.silent_for.is_some() { NO_ANSWER } else { self.listed.state() }
+    }
 }
 
 /// Names of the machines that have or had a keeper since the host's start, or whose guests are parked.
