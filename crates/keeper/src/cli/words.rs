@@ -21,7 +21,7 @@ pub fn describe(event: &EventKind) -> String {
         EventKind::Request { verb } => format!("request: {verb}"),
         EventKind::PowerCut { why } => format!("cutting the guest's power: {why}"),
         EventKind::StartWaits { why, next_start } => {
-            format!("cannot start the next guest; next attempt at {next_start}, or now with `hearth reboot`: {why}")
+            format!("cannot start the next guest; next attempt at {next_start}: {why}")
         }
         EventKind::QemuStarted { pid, generation, version, accelerator, accelerator_why } => {
             format!("QEMU {version} started, pid {pid}, generation {generation}, {accelerator} ({accelerator_why})")
@@ -46,7 +46,7 @@ pub fn describe(event: &EventKind) -> String {
         EventKind::WatchdogExpired { action } => format!("guest stopped feeding its watchdog ({action})"),
         EventKind::CrashLoop { delay_s, next_start } => {
             let delay = milliseconds(*delay_s as f64 * 1e3);
-            format!("crash loop: the next guest starts in {delay}, at {next_start}, or now with `hearth reboot`")
+            format!("crash loop: the next guest starts in {delay}, at {next_start}")
         }
         EventKind::RegistersTaken { bytes, duration_ms } => {
             format!("registers read in {}, {bytes} bytes", milliseconds(*duration_ms))
@@ -224,5 +224,20 @@ pub fn others(others: &[String], root: &Path) -> String {
         [] => format!("no machine runs in {}; start one with `hearth run FILE`", root.display()),
         [one] => format!("{one} is"),
         many => format!("these are: {}", many.join(", ")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A domain's command is another one; the state's reason has it.
+    #[test]
+    fn event_of_a_wait_names_no_command() {
+        let next_start = "2026-03-01T12:00:09.000Z".to_owned();
+        let words = describe(&EventKind::CrashLoop { delay_s: 10, next_start: next_start.clone() });
+        assert_eq!(words, "crash loop: the next guest starts in 10.0 s, at 2026-03-01T12:00:09.000Z");
+        let words = describe(&EventKind::StartWaits { why: "no space".to_owned(), next_start });
+        assert_eq!(words, "cannot start the next guest; next attempt at 2026-03-01T12:00:09.000Z: no space");
     }
 }
