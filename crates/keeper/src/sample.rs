@@ -90,6 +90,13 @@ pub fn status() -> MachineStatus {
     }
 }
 
+/// The same machine without what is wrong with it.
+pub fn healthy() -> MachineStatus {
+    let status = status();
+    let restore = status.restore.map(|restore| RestoreStatus { waits: Vec::new(), ..restore });
+    MachineStatus { restore, ..status }
+}
+
 /// A restore with a damaged part.
 fn restore() -> RestoreStatus {
     RestoreStatus {

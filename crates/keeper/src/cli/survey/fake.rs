@@ -1,4 +1,4 @@
-//! Keepers that only answer, for tests: the API's server with the status of `sample`.
+//! Keepers that only answer, for tests: the API's server with a status of `sample`.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -65,7 +65,7 @@ fn serve(root: &RuntimeRoot, name: &str, hang: Arc<AtomicBool>) -> Server {
     events.record(EventKind::RestoreWaits { why: format!("{address}/memory: connection refused") });
     events.record(saved(address));
     events.record(EventKind::GuestPanicked);
-    let mut status = sample::status();
+    let mut status = sample::healthy();
     status.name = name.to_owned();
     // Its disk is busy: the counters grow with each answer.
     let status = Mutex::new(status);

@@ -7,6 +7,7 @@ mod collector;
 #[cfg(test)]
 pub mod fake;
 mod rates;
+mod troubles;
 mod view;
 
 use std::collections::BTreeSet;
@@ -16,7 +17,8 @@ use hearth_api::{ErrorWord, MachineStatus};
 use serde::Serialize;
 
 pub use collector::{Collector, Machine, Survey};
-pub use view::{Disk, MachineView, Memory, Tone, View};
+pub use troubles::Tone;
+pub use view::{Disk, MachineView, Memory, View};
 
 use super::parked::{self, ParkedGuest};
 use crate::attachment::Attachment;

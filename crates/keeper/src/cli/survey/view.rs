@@ -7,6 +7,7 @@ use serde::Serialize;
 
 use super::addresses::hidden;
 use super::rates::Rates;
+use super::troubles::{Tone, Trouble, of_disk, troubles};
 use super::{Machine, Survey};
 use crate::cli::describe;
 use crate::cli::text::{bytes, milliseconds, uptime};
@@ -27,36 +28,22 @@ pub struct View {
 pub struct MachineView {
     pub name: String,
     pub state: String,
+    /// The guest runs; with the tone Bad it may hang.
+    pub runs: bool,
     pub tone: Tone,
-    /// Why it is in this state, or what is wrong with it.
-    pub why: Option<String>,
+    /// What is wrong with it, why it is in this state, and what is under way.
+    pub now: Vec<String>,
     pub incarnation: Option<u32>,
     pub up: String,
     pub qemu: Option<String>,
     pub last_recovery: Option<String>,
     pub memory: Option<Memory>,
     pub disks: Vec<Disk>,
-    /// What is under way, in words.
-    pub phases: Vec<String>,
     pub dumps: Vec<String>,
     pub snapshots: Vec<String>,
     /// Newest first.
     pub events: Vec<String>,
     pub commands: Vec<Command>,
-}
-
-/// What a colour says.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Tone {
-    /// The guest runs.
-    Good,
-    /// It is on its way to another state.
-    Busy,
-    /// Somebody must act.
-    Bad,
-    /// It is off.
-    Off,
 }
 
 /// Memory of a machine: its parts, and its budget.
@@ -109,19 +96,22 @@ fn hearth_command(root: &RuntimeRoot) -> String {
 impl MachineView {
     fn of(machine: &Machine, hearth: &str) -> Self {
         let name = &machine.listed.name;
-        let (state, tone, why) = state(machine);
+        let troubles = troubles(machine);
+        let tone = troubles.iter().map(|trouble| trouble.tone).fold(tone(machine), Tone::max);
         let status = machine.listed.status.as_ref();
         let events = machine.events.iter().rev();
         Self {
             name: name.clone(),
-            why: why.map(|why| hidden(&why)),
+            state: machine.state().to_owned(),
+            runs: machine.state() == MachineState::Running.name(),
+            tone,
+            now: now(machine, troubles).iter().map(|text| hidden(text)).collect(),
             incarnation: status.map(|status| status.incarnation),
             up: status.filter(|status| status.uptime_s > 0.0).map(|status| uptime(status.uptime_s)).unwrap_or_default(),
             qemu: status.and_then(|it| it.qemu.as_ref()).map(|qemu| format!("{}, {}", qemu.version, qemu.accelerator)),
             last_recovery: status.and_then(last_recovery),
             memory: status.map(memory),
             disks: status.map(|status| disks(machine, status)).unwrap_or_default(),
-            phases: status.map(phases).unwrap_or_default(),
             dumps: status.map(dumps).unwrap_or_default(),
             snapshots: machine
                 .snapshots
@@ -130,41 +120,28 @@ impl MachineView {
                 .map(|(time, place)| format!("{time}  {}", hidden(place)))
                 .collect(),
             events: events.map(|event| format!("{}  {}", event.time, hidden(&describe(&event.event)))).collect(),
-            commands: commands(machine, tone, hearth),
-            state,
-            tone,
+            commands: commands(machine, hearth),
         }
     }
 }
 
-fn state(machine: &Machine) -> (String, Tone, Option<String>) {
-    let listed = &machine.listed;
-    if let Some(silent) = machine.silent_for {
-        let why = format!("the keeper has not answered for {}", uptime(silent.as_secs_f64()));
-        return ("no answer".to_owned(), Tone::Bad, Some(why));
+/// What the state alone says; `troubles` may say worse.
+fn tone(machine: &Machine) -> Tone {
+    match machine.listed.status.as_ref().map(|status| status.state) {
+        Some(MachineState::Running) => Tone::Good,
+        Some(MachineState::Stopped) | None => Tone::Off,
+        Some(_) => Tone::Busy,
     }
-    if let Some(status) = &listed.status {
-        let tone = match status.state {
-            MachineState::Running => Tone::Good,
-            MachineState::Starting | MachineState::Recovering | MachineState::Stopping => Tone::Busy,
-            MachineState::Paused | MachineState::Failed => Tone::Bad,
-            MachineState::Stopped => Tone::Off,
-        };
-        // Its state has no word of its own for that.
-        let waits = status.next_start.as_ref().map(|at| format!("the next guest starts at {at}"));
-        return (status.state.name().to_owned(), tone, status.state_why.clone().or(waits));
-    }
-    if listed.orphaned {
-        let why = "the guest runs without a keeper: its disk requests wait, and nobody guards its images";
-        return ("keeper died".to_owned(), Tone::Bad, Some(why.to_owned()));
-    }
-    if let Some(parked) = &listed.parked {
-        return ("parked".to_owned(), Tone::Off, Some(format!("since {}", parked.since)));
-    }
-    if let Some(failure) = &listed.failure {
-        return ("failed".to_owned(), Tone::Bad, Some(failure.clone()));
-    }
-    ("off".to_owned(), Tone::Off, None)
+}
+
+fn now(machine: &Machine, troubles: Vec<Trouble>) -> Vec<String> {
+    let mut now: Vec<String> = troubles.into_iter().map(|trouble| trouble.text).collect();
+    let status = machine.listed.status.as_ref();
+    let parked = machine.listed.parked.as_ref().map(|parked| format!("since {}", parked.since));
+    let why = status.and_then(|status| status.state_why.clone()).or(parked).filter(|why| !now.contains(why));
+    now.extend(why);
+    now.extend(status.map(phases).unwrap_or_default());
+    now
 }
 
 fn last_recovery(status: &MachineStatus) -> Option<String> {
@@ -187,22 +164,13 @@ fn memory(status: &MachineStatus) -> Memory {
 }
 
 fn disks(machine: &Machine, status: &MachineStatus) -> Vec<Disk> {
-    let problem = |disk: &hearth_api::DiskStatus| {
-        if disk.waiting_for_space > 0 {
-            return Some(format!("{} requests wait for space", disk.waiting_for_space));
-        }
-        if disk.silent {
-            return Some("QEMU does not use it".to_owned());
-        }
-        (disk.io_errors > 0).then(|| format!("{} I/O errors", disk.io_errors))
-    };
     let disks = status.disks.iter();
     disks
         .map(|disk| Disk {
             name: disk.name.clone(),
             bytes: disk.bytes,
             rates: machine.rates.get(&disk.name).copied(),
-            problem: problem(disk),
+            problem: of_disk(status, disk).first().map(|trouble| hidden(&trouble.text)),
         })
         .collect()
 }
@@ -221,7 +189,6 @@ fn phases(status: &MachineStatus) -> Vec<String> {
     if let Some(restore) = status.restore.as_ref().filter(|restore| !restore.complete) {
         let loaded = restore.pages.saturating_sub(restore.pages_missing);
         phases.push(format!("restoring, {loaded} of {} pages loaded", restore.pages));
-        phases.extend(restore.waits.iter().map(|_| "a part of the snapshot cannot be loaded".to_owned()));
     }
     let arriving = status.disks.iter().filter_map(|disk| Some((&disk.name, disk.arrival.as_ref()?)));
     phases
@@ -246,29 +213,14 @@ fn dumps(status: &MachineStatus) -> Vec<String> {
 }
 
 /// The commands that somebody who sees this wants next.
-fn commands(machine: &Machine, tone: Tone, hearth: &str) -> Vec<Command> {
-    let name = &machine.listed.name;
-    let of = |does, verb: &str| Command { does, line: format!("{hearth} {verb}").replace("NAME", name) };
-    let Some(status) = &machine.listed.status else {
-        return match &machine.listed {
-            it if it.orphaned => vec![start_keeper(&Home::of(name), hearth)],
-            it if it.parked.is_some() => vec![of("resume all parked guests", "host-reload resume")],
-            it if it.failure.is_some() => {
-                vec![of("show what happened", "events NAME"), start_keeper(&Home::of(name), hearth)]
-            }
-            _ if machine.attached => vec![Command { does: "start the domain", line: format!("virsh start {name}") }],
-            _ => vec![of("show what happened", "events NAME")],
-        };
+fn commands(machine: &Machine, hearth: &str) -> Vec<Command> {
+    let Some(status) = machine.listed.status.as_ref().filter(|_| machine.silent_for.is_none()) else {
+        return without_answer(machine, hearth);
     };
-    let mut commands = Vec::new();
-    if status.dumps.iter().any(|dump| dump.state == DumpState::Waiting) {
-        commands.push(of("continue the dump", "dump NAME --resume"));
-        commands.push(of("give the dump up", "dump NAME --discard"));
-    }
-    if status.next_start.is_some() {
-        commands.push(of("start the next guest now", "reboot NAME"));
-    }
-    if tone == Tone::Good && !machine.attached {
+    let of = |does, verb: &str| of_hearth(machine, hearth, does, verb);
+    let runs = status.state == MachineState::Running && !machine.attached;
+    let mut commands = mending(machine, status, hearth);
+    if runs {
         commands.push(of("connect to its console", "console NAME"));
     }
     commands.push(of("show its state", "status NAME"));
@@ -276,9 +228,56 @@ fn commands(machine: &Machine, tone: Tone, hearth: &str) -> Vec<Command> {
     if status.last_recovery.is_some() {
         commands.push(of("show the last recovery", "explain NAME"));
     }
-    if tone == Tone::Good && !machine.attached {
+    if runs {
         commands.push(of("reboot the guest", "reboot NAME"));
         commands.push(of("save it to a folder", "save NAME -o FOLDER"));
+        commands.push(of("stop it", "stop NAME"));
+    }
+    commands
+}
+
+fn of_hearth(machine: &Machine, hearth: &str, does: &'static str, verb: &str) -> Command {
+    Command { does, line: format!("{hearth} {verb}").replace("NAME", &machine.listed.name) }
+}
+
+fn of_virsh(machine: &Machine, does: &'static str, verb: &str) -> Command {
+    Command { does, line: format!("virsh {verb} {}", machine.listed.name) }
+}
+
+/// Commands for a machine whose keeper does not answer, or that has none.
+fn without_answer(machine: &Machine, hearth: &str) -> Vec<Command> {
+    let of = |does, verb: &str| of_hearth(machine, hearth, does, verb);
+    let start = || start_keeper(&Home::of(&machine.listed.name), hearth);
+    let events = of("show what happened", "events NAME");
+    match &machine.listed {
+        _ if machine.silent_for.is_some() => vec![events],
+        it if it.orphaned => vec![start()],
+        it if it.parked.is_some() => vec![of("resume all parked guests", "host-reload resume")],
+        it if it.failure.is_some() => vec![events, start()],
+        _ if machine.attached => vec![of_virsh(machine, "start the domain", "start")],
+        _ => vec![events],
+    }
+}
+
+/// The commands that end what the machine waits for.
+fn mending(machine: &Machine, status: &MachineStatus, hearth: &str) -> Vec<Command> {
+    let of = |does, verb: &str| of_hearth(machine, hearth, does, verb);
+    let is_paused = status.state == MachineState::Paused;
+    // A domain between two guests waits for `hearth host`.
+    let waits = status.next_start.is_some() || machine.attached && status.state == MachineState::Recovering;
+    let mut commands = Vec::new();
+    if status.dumps.iter().any(|dump| dump.state == DumpState::Waiting) {
+        commands.push(of("continue the dump", "dump NAME --resume"));
+        commands.push(of("give the dump up", "dump NAME --discard"));
+    }
+    if is_paused && status.save.is_some() {
+        commands.push(of("cancel the save", "save NAME --cancel"));
+    } else if is_paused && machine.attached {
+        commands.push(of_virsh(machine, "end the guest", "destroy"));
+    } else if waits && machine.attached {
+        commands.push(of_virsh(machine, "start the next guest now", "start"));
+    } else if is_paused || waits {
+        commands.push(of("start the next guest now", "reboot NAME"));
         commands.push(of("stop it", "stop NAME"));
     }
     commands
@@ -312,14 +311,14 @@ mod tests {
         let folder = keepers.root().machine("web");
         std::fs::create_dir(&folder).unwrap();
         let view = || View::of(&Collector::new(keepers.root()).survey(), &keepers.root()).machines[0].clone();
-        assert_eq!((view().state.as_str(), view().tone), ("off", Tone::Off));
+        assert_eq!((view().state.as_str(), view().tone), ("not running", Tone::Off));
         let log = EventLog::open("web", &folder).unwrap();
         log.record(EventKind::Error { message: "disk vda: no such file".to_owned() });
         log.record_state(MachineState::Failed);
         let web = view();
         assert_eq!(
-            (web.state.as_str(), web.tone, web.why.as_deref()),
-            ("failed", Tone::Bad, Some("disk vda: no such file"))
+            (web.state.as_str(), web.tone, web.now),
+            ("failed", Tone::Bad, vec!["disk vda: no such file".to_owned()])
         );
         let metrics = metrics_text(&Collector::new(keepers.root()));
         assert!(metrics.contains("hearth_machine_failed{machine=\"web\"} 1\n"), "{metrics}");
@@ -344,9 +343,55 @@ mod tests {
         let view = View::of(&survey, &keepers.root());
         let web = &view.machines[0];
         assert_eq!((web.state.as_str(), web.tone), ("running", Tone::Good));
-        assert_eq!(web.phases[0], "dumping, 25 %, 3 s left");
+        assert_eq!(web.now[0], "dumping, 25 %, 3 s left");
         assert!(web.events[0].ends_with("guest panicked"), "{:?}", web.events);
         let console = format!("hearth --runtime-root {} console web", keepers.root().path().display());
         assert!(web.commands.iter().any(|command| command.line == console), "{:?}", web.commands);
+    }
+    fn machine(attached: bool, change: impl FnOnce(&mut MachineStatus)) -> Machine {
+        let keepers = Keepers::start(&["web"]);
+        let mut machine = Collector::new(keepers.root()).survey().machines[0].clone();
+        machine.attached = attached;
+        change(machine.listed.status.as_mut().unwrap());
+        machine
+    }
+
+    #[test]
+    fn trouble_of_a_running_guest_is_shown_first_and_in_red() {
+        let full = |status: &mut MachineStatus| {
+            status.disks[0].waiting_for_space = 3;
+            status.restore.as_mut().unwrap().waits.push("s3://bucket/web/memory: connection refused".to_owned());
+        };
+        let web = MachineView::of(&machine(false, full), "hearth");
+        assert_eq!((web.state.as_str(), web.runs, web.tone), ("running", true, Tone::Bad));
+        let expect = [
+            "disk root: 3 requests wait for space",
+            "a part of the snapshot cannot be loaded: [address]: connection refused",
+            "dumping, 25 %, 3 s left",
+        ];
+        assert_eq!(web.now[..3], expect);
+        assert_eq!(web.disks[0].problem.as_deref(), Some("3 requests wait for space"));
+        assert!(web.commands.iter().any(|command| command.line == "hearth console web"), "{:?}", web.commands);
+    }
+
+    #[test]
+    fn machine_that_waits_for_somebody_has_the_command_that_ends_it() {
+        let check = |attached, change: fn(&mut MachineStatus), expect: &[&str]| {
+            let web = MachineView::of(&machine(attached, change), "hearth");
+            let lines: Vec<_> = web.commands.iter().map(|command| command.line.as_str()).collect();
+            assert_eq!((web.tone, &lines[..expect.len()]), (Tone::Bad, expect));
+            assert!(!attached || !lines.iter().any(|line| line.contains("reboot")), "{lines:?}");
+        };
+        let paused = |status: &mut MachineStatus| status.state = MachineState::Paused;
+        let loops = |status: &mut MachineStatus| {
+            (status.state, status.next_start) = (MachineState::Recovering, Some("2026-03-01T12:00:09.000Z".to_owned()));
+        };
+        let start_or_stop = ["hearth reboot web", "hearth stop web"];
+        check(false, paused, &start_or_stop);
+        check(false, loops, &start_or_stop);
+        check(true, paused, &["virsh destroy web"]);
+        check(true, loops, &["virsh start web"]);
+        let waits = |status: &mut MachineStatus| status.dumps[0].state = DumpState::Waiting;
+        check(false, waits, &["hearth dump web --resume", "hearth dump web --discard"]);
     }
 }

@@ -33,13 +33,13 @@ pub fn draw(frame: &mut Frame<'_>, view: &View, screen: Screen) {
 }
 
 fn summary(view: &View) -> String {
-    let count = |tone| view.machines.iter().filter(|machine| machine.tone == tone).count();
-    let bad = match count(Tone::Bad) {
+    let count = |is: fn(&&MachineView) -> bool| view.machines.iter().filter(is).count();
+    let bad = match count(|machine| machine.tone == Tone::Bad) {
         0 => String::new(),
         bad => format!(", {bad} need you"),
     };
     let time = view.taken_at.get(..19).unwrap_or_default();
-    format!("{} machines, {} running{bad}  {time} UTC", view.machines.len(), count(Tone::Good))
+    format!("{} machines, {} running{bad}  {time} UTC", view.machines.len(), count(|machine| machine.runs))
 }
 
 /// In a narrow terminal, name, state and what goes on are left.
@@ -47,7 +47,7 @@ fn table(view: &View, width: u16) -> Table<'_> {
     let is_wide = width >= 80;
     let row = |machine: &MachineView| {
         let (bar, amount) = machine.memory.map_or_else(Default::default, memory);
-        let now = machine.why.iter().chain(&machine.phases).cloned().collect::<Vec<_>>().join("; ");
+        let now = machine.now.join("; ");
         let middle = if is_wide { vec![machine.up.clone(), bar, amount, rate(machine)] } else { Vec::new() };
         let cells = [vec![machine.name.clone(), machine.state.clone()], middle, vec![now]].concat();
         Row::new(cells).style(style(machine.tone))
@@ -98,9 +98,7 @@ fn page(machine: &MachineView) -> Vec<Line<'_>> {
     let state = Span::styled(machine.state.as_str(), style(machine.tone));
     let up = if machine.up.is_empty() { String::new() } else { format!(", up {}", machine.up) };
     let mut lines = vec![Line::from(vec![Span::from(format!("{}  ", machine.name)), state, Span::from(up)])];
-    lines.extend(
-        machine.why.iter().chain(&machine.phases).chain(&machine.last_recovery).map(|it| Line::from(it.as_str())),
-    );
+    lines.extend(machine.now.iter().chain(&machine.last_recovery).map(|it| Line::from(it.as_str())));
     if let Some(budget) = machine.memory {
         let (bar, used) = memory(budget);
         lines.push(Line::from(format!("{bar} {used} of {} budget", bytes(budget.budget_bytes))));

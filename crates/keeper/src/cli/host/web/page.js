@@ -30,9 +30,9 @@ function show(view) {
     if (list.children[place] !== card) list.insertBefore(card, list.children[place] || null);
     fill(card, machine);
   });
-  const count = (tone) => view.machines.filter((machine) => machine.tone === tone).length;
-  const bad = count("bad");
-  const parts = [`${view.machines.length} machines`, `${count("good")} running`];
+  const count = (is) => view.machines.filter(is).length;
+  const bad = count((machine) => machine.tone === "bad");
+  const parts = [`${view.machines.length} machines`, `${count((machine) => machine.runs)} running`];
   if (bad) parts.push(`${bad} need you`);
   summary.textContent = view.machines.length ? `${parts.join(", ")} · ${view.taken_at.slice(0, 19)} UTC`
     : "No machine has run since the host's start. Start one with: hearth run FILE";
@@ -52,7 +52,7 @@ function fill(card, machine) {
   part("name").textContent = machine.name;
   part("state").textContent = machine.state;
   part("up").textContent = machine.up ? `up ${machine.up}` : "";
-  part("now").textContent = [machine.why, ...machine.phases].filter(Boolean).join("; ");
+  part("now").textContent = machine.now.join("; ");
   bar(part("bar"), part("amount"), machine.memory);
   details(card);
 }
