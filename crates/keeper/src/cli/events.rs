@@ -1,4 +1,6 @@
-//! `hearth events`: what happened, from the keeper or, after its end, from the file it left.
+//! `hearth events`: what happened, from the keeper or, if it has ended or hangs, from its file.
+
+use std::time::Duration;
 
 use hearth_api::{EventKind, EventRecord};
 use plain_text::printable;
@@ -7,9 +9,12 @@ use super::{CliError, Context, Exit, describe};
 use crate::client::ClientError;
 use crate::event_log::read_file;
 
+/// How long a keeper may take to answer with its events. It answers without its machine's loop, and its file has them all.
+pub(super) const PATIENCE: Duration = Duration::from_secs(5);
+
 pub fn show(context: &mut Context<'_>, name: &str, since: u64, follow: bool) -> Result<Exit, CliError> {
     if follow {
-        match context.client(name).follow(since) {
+        let error = match context.client(name).with_patience(PATIENCE).follow(since) {
             Ok(stream) => {
                 for record in stream {
                     let record = record.map_err(|error| context.explained(name, error))?;
@@ -17,34 +22,38 @@ pub fn show(context: &mut Context<'_>, name: &str, since: u64, follow: bool) -> 
                 }
                 return Ok(Exit::Done);
             }
-            Err(ClientError::NotRunning { .. }) => {}
+            Err(error @ (ClientError::NotRunning { .. } | ClientError::Silent { .. })) => error,
             Err(error) => return Err(error.into()),
-        }
-        // Prints the events that exist, then reports that the keeper has ended.
-        write_all(context, &left_behind(context, name, since)?)?;
-        return Err(context.not_running(name));
+        };
+        // Prints the events that exist, then reports that nothing can be followed.
+        write_all(context, &in_file(context, name, since)?.unwrap_or_default())?;
+        return Err(context.explained(name, error));
     }
     write_all(context, &known(context, name, since)?)?;
     Ok(Exit::Done)
 }
 
-/// Events after `since`, from the keeper or, after its end, from the file it left.
+/// Events after `since`, from the keeper or, if it has ended or hangs, from its file.
 pub fn known(context: &Context<'_>, name: &str, since: u64) -> Result<Vec<EventRecord>, CliError> {
-    match context.client(name).events(since) {
-        Err(ClientError::NotRunning { .. }) => left_behind(context, name, since),
+    match context.client(name).with_patience(PATIENCE).events(since) {
+        Err(error @ (ClientError::NotRunning { .. } | ClientError::Silent { .. })) => {
+            let Some(records) = in_file(context, name, since)? else { return Err(context.explained(name, error)) };
+            if let ClientError::Silent { .. } = error {
+                eprintln!("hearth: {}; its events come from its file", crate::chain(&error));
+            }
+            Ok(records)
+        }
         other => other.map_err(|error| context.explained(name, error)),
     }
 }
 
-/// Events of a machine without a keeper. An unknown machine has none.
-fn left_behind(context: &Context<'_>, name: &str, since: u64) -> Result<Vec<EventRecord>, CliError> {
+/// Events of a machine whose keeper does not answer. None: there are none, as of an unknown machine.
+fn in_file(context: &Context<'_>, name: &str, since: u64) -> Result<Option<Vec<EventRecord>>, CliError> {
     let folder = context.root.machine(name);
     let mut records = read_file(&folder).map_err(|source| CliError::File { path: folder, source })?;
-    if records.is_empty() {
-        return Err(context.not_running(name));
-    }
+    let is_known = !records.is_empty();
     records.retain(|record| record.sequence > since);
-    Ok(records)
+    Ok(is_known.then_some(records))
 }
 
 fn write_all(context: &mut Context<'_>, records: &[EventRecord]) -> Result<(), CliError> {

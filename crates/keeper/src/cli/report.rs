@@ -1,6 +1,6 @@
 //! `hearth report`: a machine's last recoveries as one HTML file.
 //!
-//! events (from the keeper, or from the file that it left) -> recoveries -> page -> file
+//! events (from the keeper, or from its file) -> recoveries -> page -> file
 //!
 //! If a keeper answers, its status adds exact times to the newest recovery.
 
@@ -15,7 +15,6 @@ use hearth_api::{EventRecord, rfc3339};
 use serde_json::json;
 
 use super::{CliError, Context, Exit, events};
-use crate::client::ClientError;
 
 mod history;
 mod page;
@@ -46,11 +45,8 @@ pub fn write(context: &mut Context<'_>, arguments: &ReportArguments) -> Result<E
         return Err(CliError::NoJson { what: "a report on standard output".to_owned() });
     }
     let records = events::known(context, name, 0)?;
-    let status = match context.client(name).status() {
-        Ok(status) => Some(status),
-        Err(ClientError::NotRunning { .. }) => None,
-        Err(error) => return Err(context.explained(name, error)),
-    };
+    // Without an answer the report is made of the events alone, and says so.
+    let status = context.client(name).with_patience(events::PATIENCE).status().ok();
     let html = page::html(name, &records, status.as_ref(), &rfc3339(SystemTime::now()));
     if is_output {
         context.out.write_all(html.as_bytes())?;

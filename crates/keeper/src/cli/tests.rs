@@ -619,6 +619,25 @@ fn events_outlive_the_keeper() {
 }
 
 #[test]
+fn events_of_a_silent_keeper_come_from_its_file() {
+    let mut fixture = fixture();
+    fixture.events.record(EventKind::GuestPanicked);
+    let alive = fixture.output(&["events", "web", "--json"]);
+    fixture.server = None;
+    take_and_close(&fixture.folder.path().join("web"));
+    assert_eq!(fixture.output(&["events", "web", "--json"]), alive);
+    let (output, done) = fixture.run(&["events", "web", "--follow", "--json"]);
+    assert_eq!(output, alive);
+    let error = done.unwrap_err();
+    assert!(error.to_string().contains("does not answer") && error.exit() == Exit::Failed, "{error}");
+    let report = fixture.output(&["report", "web", "-o", "-"]);
+    assert!(report.contains("No keeper of web answers at the moment."), "{report}");
+    // A machine without events is not known from its file.
+    std::fs::remove_file(fixture.folder.path().join("web/events.jsonl")).unwrap();
+    assert_eq!(fixture.run(&["events", "web"]).1.unwrap_err().exit(), Exit::Failed);
+}
+
+#[test]
 fn events_are_followed_until_the_keeper_ends() {
     let fixture = fixture();
     fixture.events.record(EventKind::GuestPanicked);

@@ -49,7 +49,7 @@ pub fn html(name: &str, records: &[EventRecord], status: Option<&MachineStatus>,
 
 fn lead(name: &str, history: &History, status: Option<&MachineStatus>) -> String {
     let now = status.map_or_else(
-        || format!("{name} has no keeper at the moment."),
+        || format!("No keeper of {name} answers at the moment."),
         |status| format!("{name} is {}, incarnation {}.", status.state.name(), status.incarnation),
     );
     let count = match history.recoveries.len() {
@@ -241,7 +241,7 @@ fn sources(records: &[EventRecord], history: &History, status: Option<&MachineSt
     };
     let from = match status {
         Some(_) => "the machine's events and its keeper's status",
-        None => "the machine's events alone, because it has no keeper",
+        None => "the machine's events alone, because no keeper answers",
     };
     paragraphs(&[
         format!("The figures are from {from}.{since}"),
@@ -320,7 +320,7 @@ mod tests {
     #[test]
     fn machine_without_recoveries_has_a_page_that_says_so() {
         let page = html("web", &events(&[(0, 1, EventKind::Started { pid: 1, version: "1".into() })]), None, "now");
-        assert!(page.contains("web has no keeper at the moment. Its events show no recovery."), "{page}");
+        assert!(page.contains("No keeper of web answers at the moment. Its events show no recovery."), "{page}");
         assert!(!page.contains("<svg") && !page.contains("<table"), "nothing is drawn from nothing");
     }
 
