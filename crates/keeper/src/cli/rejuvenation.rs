@@ -29,6 +29,7 @@ use crate::runtime_root::RuntimeRoot;
 pub struct RejuvenateArguments {
     /// Name of the machine.
     #[arg(required_unless_present_any = ["all", "plan"], conflicts_with_all = ["all", "plan"])]
+    #[arg(add = super::complete::machines())]
     name: Option<String>,
     /// QEMU program to switch to (default: the configured one).
     ///

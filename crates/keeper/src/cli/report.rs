@@ -14,7 +14,7 @@ use clap::Args;
 use hearth_api::{EventRecord, rfc3339};
 use serde_json::json;
 
-use super::{CliError, Context, Exit, events};
+use super::{CliError, Context, Exit, NameArgument, events};
 
 mod history;
 mod page;
@@ -28,8 +28,8 @@ const HEAD_BYTES: u64 = 1024;
 
 #[derive(Debug, Args)]
 pub struct ReportArguments {
-    /// Name of the machine.
-    name: String,
+    #[command(flatten)]
+    machine: NameArgument,
     /// File to write, or "-" for standard output; default: NAME-report.html.
     ///
     /// An older report is replaced, and so is an empty file. Any other file is left alone, with an error.
@@ -38,7 +38,7 @@ pub struct ReportArguments {
 }
 
 pub fn write(context: &mut Context<'_>, arguments: &ReportArguments) -> Result<Exit, CliError> {
-    let name = &arguments.name;
+    let name = &arguments.machine.name;
     let file = arguments.output.clone().unwrap_or_else(|| PathBuf::from(format!("{name}-report.html")));
     let is_output = file == Path::new("-");
     if is_output && context.json {

@@ -825,6 +825,16 @@ fn check_references(folder: &Path) {
 }
 
 #[test]
+fn every_name_of_a_machine_is_completed() {
+    for verb in Cli::command().get_subcommands().filter(|verb| verb.get_name() != "new") {
+        let names = verb.get_positionals().filter(|argument| argument.get_id() == "name");
+        for name in names {
+            assert!(name.get::<clap_complete::ArgValueCandidates>().is_some(), "hearth {}", verb.get_name());
+        }
+    }
+}
+
+#[test]
 fn closed_output_is_not_a_failure() {
     let error = CliError::Output(io::ErrorKind::BrokenPipe.into());
     assert_eq!(error.exit(), Exit::Done);
