@@ -82,7 +82,7 @@ impl Agent {
     /// Connects to the channel and synchronises with the agent, which proves that it answers.
     pub fn reach(channel: &Endpoint, patience: &Patience<'_>) -> Result<Self, AgentError> {
         let failed = |source| AgentError::Connect { socket: channel.socket.clone(), source };
-        let stream = channel.connect().map_err(failed)?;
+        let stream = channel.connect(patience.time).map_err(failed)?;
         Self::begin(stream, patience)
     }
 

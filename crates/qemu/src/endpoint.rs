@@ -8,9 +8,10 @@ use std::io;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use rustix::net::sockopt::socket_peercred;
+use rustix::net::sockopt::{Timeout, set_socket_timeout, socket_peercred};
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, socket_with};
 
 use crate::process::start_ticks;
 use crate::{ProcessId, Stream};
@@ -34,9 +35,14 @@ impl Endpoint {
         Self { socket: socket.into(), qemu: None }
     }
 
-    /// Connects, and fails if another process listens.
-    pub fn connect(&self) -> io::Result<Stream> {
-        let stream = UnixStream::connect(&self.socket)?;
+    /// Connects. Fails if another process listens, and with `WouldBlock` after `patience`: a QEMU that stands still keeps abandoned
+    /// connections in its backlog, and a full backlog holds the next caller.
+    pub fn connect(&self, patience: Duration) -> io::Result<Stream> {
+        let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
+        set_socket_timeout(&socket, Timeout::Send, Some(patience))?;
+        rustix::net::connect(&socket, &SocketAddrUnix::new(&self.socket)?)?;
+        set_socket_timeout(&socket, Timeout::Send, None)?;
+        let stream = UnixStream::from(socket);
         self.check(&stream)?;
         Ok(stream.into())
     }
@@ -66,15 +72,17 @@ mod tests {
 
     use super::*;
 
+    const LONG: Duration = Duration::from_secs(60);
+
     #[test]
     fn only_the_expected_listener_is_accepted() {
         let folder = tempfile::tempdir().unwrap();
         let socket = folder.path().join("qmp.sock");
         let _listener = UnixListener::bind(&socket).unwrap();
-        Endpoint::unchecked(&socket).connect().unwrap();
+        Endpoint::unchecked(&socket).connect(LONG).unwrap();
         // QEMU has not called `listen` yet: this process is still the listener.
         let nobody = ProcessId { pid: 1, start_ticks: 0 };
-        Endpoint { socket, qemu: Some(nobody) }.connect().unwrap();
+        Endpoint { socket, qemu: Some(nobody) }.connect(LONG).unwrap();
         // Another process that listens.
         let other = folder.path().join("other.sock");
         let script = "import socket, sys; s = socket.socket(socket.AF_UNIX); s.bind(sys.argv[1]); s.listen(); print(flush=True); sys.stdin.read()";
@@ -83,12 +91,23 @@ mod tests {
             python.args(["-c", script]).arg(&other).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
         io::BufRead::read_line(&mut io::BufReader::new(child.stdout.take().unwrap()), &mut String::new()).unwrap();
         let it = ProcessId { pid: child.id(), start_ticks: start_ticks(child.id()).unwrap() };
-        Endpoint { socket: other.clone(), qemu: Some(it) }.connect().unwrap();
+        Endpoint { socket: other.clone(), qemu: Some(it) }.connect(LONG).unwrap();
         for stranger in [nobody, ProcessId { start_ticks: 1, ..it }] {
-            let refusal = Endpoint { socket: other.clone(), qemu: Some(stranger) }.connect().unwrap_err();
+            let refusal = Endpoint { socket: other.clone(), qemu: Some(stranger) }.connect(LONG).unwrap_err();
             assert_eq!(refusal.kind(), io::ErrorKind::PermissionDenied, "{refusal}");
         }
         drop(child.stdin.take());
         child.wait().unwrap();
+    }
+
+    #[test]
+    fn full_backlog_holds_nobody_for_ever() {
+        let folder = tempfile::tempdir().unwrap();
+        let endpoint = Endpoint::unchecked(folder.path().join("agent.sock"));
+        let standing_still = UnixListener::bind(&endpoint.socket).unwrap();
+        // As QEMU does.
+        rustix::net::listen(&standing_still, 1).unwrap();
+        let refused = (0..3).find_map(|_| endpoint.connect(Duration::from_millis(20)).err());
+        assert_eq!(refused.unwrap().kind(), io::ErrorKind::WouldBlock);
     }
 }

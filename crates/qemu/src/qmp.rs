@@ -131,7 +131,7 @@ impl Qmp {
     ) -> Result<Self, QmpError> {
         let failed = |source| QmpError::Connect { socket: socket.to_owned(), source };
         let endpoint = Endpoint { socket: socket.to_owned(), qemu: Some(process.id()) };
-        let stream = endpoint.connect().map_err(|error| match error.kind() {
+        let stream = endpoint.connect(patience).map_err(|error| match error.kind() {
             io::ErrorKind::ConnectionRefused => QmpError::Ended,
             _ => failed(error),
         })?;

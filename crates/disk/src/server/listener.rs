@@ -4,8 +4,11 @@ use std::fs::Permissions;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::fs::PermissionsExt;
-use std::os::unix::net::{UnixListener, UnixStream};
+use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
+
+use rustix::io::Errno;
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, socket_with};
 
 use super::ServerError;
 
@@ -29,7 +32,7 @@ impl Drop for SocketFile {
 
 /// Listens at `path`, for this user only. A socket that nobody listens at is replaced, a living one is not.
 pub fn listen(disk: &str, path: &Path) -> Result<SocketFile, ServerError> {
-    if UnixStream::connect(path).is_ok() {
+    if is_listened_at(path) {
         return Err(ServerError::SocketInUse { disk: disk.to_owned(), socket: path.to_owned() });
     }
     let make = || -> io::Result<UnixListener> {
@@ -52,4 +55,30 @@ pub fn listen(disk: &str, path: &Path) -> Result<SocketFile, ServerError> {
         ServerError::Listen { disk, socket, source }
     })?;
     Ok(SocketFile { listener, path: path.to_owned() })
+}
+
+/// Whether a process listens at `path`, be its backlog full or not.
+fn is_listened_at(path: &Path) -> bool {
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None);
+    let connected = socket.and_then(|socket| rustix::net::connect(&socket, &SocketAddrUnix::new(path)?));
+    matches!(connected, Ok(()) | Err(Errno::AGAIN))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn socket_with_a_full_backlog_is_in_use() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("disk.sock");
+        let standing_still = UnixListener::bind(&path).unwrap();
+        rustix::net::listen(&standing_still, 0).unwrap();
+        for _ in 0..3 {
+            assert!(matches!(listen("vda", &path), Err(ServerError::SocketInUse { .. })));
+        }
+        drop(standing_still);
+        listen("vda", &path).unwrap();
+    }
 }

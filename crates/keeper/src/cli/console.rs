@@ -3,21 +3,29 @@
 use std::io::{self, Read, Write};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
+use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::termios::{OptionalActions, Termios, isatty, tcgetattr, tcsetattr};
 
 use super::{CliError, Context, Exit};
+use crate::client::ClientError;
+use crate::unix_socket;
 
 /// Ctrl-], as in telnet and virsh.
 const DETACH: u8 = 0x1d;
+/// How long to wait for a keeper that does not accept connections.
+const PATIENCE: Duration = Duration::from_secs(10);
 
 pub fn connect(context: &mut Context<'_>, name: &str) -> Result<Exit, CliError> {
     let path = context.root.console_socket(name);
-    let mut socket = match UnixStream::connect(&path) {
+    let mut socket = match unix_socket::connect(&path, PATIENCE) {
         Ok(socket) => socket,
         Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused) => {
             return Err(context.not_running(name));
+        }
+        Err(source) if source.kind() == io::ErrorKind::WouldBlock => {
+            return Err(ClientError::Silent { socket: path, source }.into());
         }
         Err(source) => return Err(CliError::File { path, source }),
     };
