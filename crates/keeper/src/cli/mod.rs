@@ -47,6 +47,7 @@ mod events;
 mod explain;
 mod export;
 mod fast_remount;
+mod file_lock;
 mod hook;
 mod host;
 mod host_reload;

@@ -1,6 +1,6 @@
 //! `set`: changes keys of a machine's file, and says when each takes effect.
 //!
-//! file -> edited text -> checked as `check` does -> when each change takes effect -> replaced
+//! file -> locked -> edited text -> checked as `check` does -> when each change takes effect -> replaced
 
 use std::fs;
 use std::io::Write;
@@ -10,7 +10,7 @@ use clap::Args;
 use hearth_memory::{Durability, replace_file};
 use serde::Serialize;
 
-use super::{CliError, Context, Exit};
+use super::{CliError, Context, Exit, file_lock};
 use crate::check::{self, Purpose, life};
 use crate::config::{Config, Effect, Owner, Setting, edit};
 use crate::problem::Problem;
@@ -44,6 +44,7 @@ struct Change {
 pub fn set(context: &mut Context<'_>, arguments: &SetArguments) -> Result<Exit, CliError> {
     let SetArguments { name, settings } = arguments;
     let file = file_of(context, name)?;
+    let _lock = file_lock::take(&file)?;
     let unusable = |source| CliError::File { path: file.clone(), source };
     let text = fs::read_to_string(&file).map_err(unusable)?;
     let wrong = |problems| CliError::NotSet { file: file.clone(), problems };
