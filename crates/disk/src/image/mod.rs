@@ -45,7 +45,7 @@ pub(crate) use lock::{inheritable_lock, lock_image};
 pub use note::{ImageFile, ImageNote};
 pub use overlay::{OverlayError, create_overlay, create_overlay_over_arriving, create_overlay_with_bitmap};
 use qcow2::Qcow2Image;
-pub use qcow2::{arriving_images, backing_images};
+pub use qcow2::{add_backing_images, arriving_images, backing_images};
 use raw::RawImage;
 pub use reader::{ImageReader, next_data};
 pub use tables::Committer;

@@ -291,7 +291,7 @@ fn add_backing(
 /// locked.
 pub fn backing_images(path: &Path) -> Result<Vec<(PathBuf, Format)>, ImageError> {
     let mut found = Vec::new();
-    follow(path, &mut found).map(|()| found)
+    add_backing_images(path, &mut found).map(|()| found)
 }
 
 /// The files of this image, and of the images below it, that are still arriving. Nothing is locked or fetched. Whoever opens the image
@@ -299,13 +299,14 @@ pub fn backing_images(path: &Path) -> Result<Vec<(PathBuf, Format)>, ImageError>
 pub fn arriving_images(path: &Path, format: Format) -> io::Result<Vec<Arrival>> {
     let mut images = vec![(path.to_owned(), format)];
     if format == Format::Qcow2 {
-        let _ = follow(path, &mut images);
+        let _ = add_backing_images(path, &mut images);
     }
     images.iter().filter_map(|(path, _)| Arrival::open(path).transpose()).collect()
 }
 
-/// Adds the backing images of this qcow2 image.
-fn follow(path: &Path, found: &mut Vec<(PathBuf, Format)>) -> Result<(), ImageError> {
+/// Adds the backing images of this qcow2 image, as `backing_images`. After an error, those down to the one that cannot be read have been
+/// added.
+pub fn add_backing_images(path: &Path, found: &mut Vec<(PathBuf, Format)>) -> Result<(), ImageError> {
     let mut image = path.to_owned();
     loop {
         check_kind(&image)?;

@@ -1,23 +1,25 @@
 //! `rm`: removes a machine that does not run, with the files that Hearth made for it.
 //!
-//! machine -> does it rest? -> what goes, what stays -> asked -> locked -> unit disabled -> files removed, the configuration last
+//! machine -> does it rest? -> what goes, what stays -> asked -> locked -> is all of that still so? -> unit disabled -> files removed,
+//! the configuration last
 //!
 //! What goes has names that Hearth gives. An image that it did not make is never among it.
 
+use std::collections::BTreeSet;
 use std::ffi::OsStr;
 use std::fs::{self, File};
 use std::io::{self, BufRead, IsTerminal};
 use std::path::{Path, PathBuf};
 
 use clap::Args;
-use hearth_disk::image::{backing_images, lock_alone};
+use hearth_disk::image::{ImageError, add_backing_images, lock_alone};
 use hearth_recovery::journal::Journal;
 use serde::Serialize;
 
 use super::service::{self, Manager};
-use super::{CliError, Context, Exit, parked};
+use super::{CliError, Context, Exit, file_lock, parked};
 use crate::check::life::Life;
-use crate::config::{Config, Owner};
+use crate::config::{Config, DiskConfig, DiskFormat, Owner};
 use crate::folders::{self, CACHE_MAP, Folders, KEEPER_LOCK, memory_owner};
 use crate::home::Home;
 use crate::host_reload::Record;
@@ -64,9 +66,12 @@ pub fn remove(context: &mut Context<'_>, arguments: &RemoveArguments) -> Result<
     if !arguments.yes && !confirmed(context, home.name())? {
         return Ok(Exit::Failed);
     }
+    // A `set` under way would bring the file back.
+    let _lock = home.file().exists().then(|| file_lock::take(&home.file())).transpose()?;
     let _locks = lock(&home, &config)?;
     // It may have been started meanwhile.
     must_rest(context, &home, &config, Life::without_keeper(&config))?;
+    must_be_as_told(&home, &context.root, &config, &plan)?;
     if service::is_there() {
         Manager::of_this_user().forget(&home)?;
     }
@@ -126,6 +131,17 @@ fn must_rest(context: &Context<'_>, home: &Home, config: &Config, life: Life) ->
     Ok(())
 }
 
+/// Refuses if something else would go now than what was shown, or something that others need by now.
+fn must_be_as_told(home: &Home, root: &RuntimeRoot, config: &Config, told: &Plan) -> Result<(), CliError> {
+    let is_as_told = configuration(home, root)? == *config && plan(home, config)? == *told;
+    if !is_as_told {
+        let name = home.name().to_owned();
+        let what = format!("is not removed: its files have changed meanwhile; `hearth rm {name}` shows what goes now");
+        return Err(CliError::Machine { name, what });
+    }
+    must_be_unused(home, root, &told.removed)
+}
+
 /// Locks the machine's folders and files, so that no keeper can start it and no program uses its images.
 fn lock(home: &Home, config: &Config) -> Result<(Vec<File>, Folders), CliError> {
     let images = made(home).into_iter().filter(|path| path.exists());
@@ -168,7 +184,8 @@ fn plan(home: &Home, config: &Config) -> Result<Plan, CliError> {
 }
 
 fn entries(folder: &Path) -> impl Iterator<Item = PathBuf> + use<> {
-    fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path())
+    let entries = fs::read_dir(folder).into_iter().flatten().flatten();
+    entries.map(|entry| entry.path()).collect::<BTreeSet<_>>().into_iter()
 }
 
 /// Refuses a removal that would take a file that is to be kept with it.
@@ -184,20 +201,48 @@ fn must_keep(home: &Home, removed: &[PathBuf], kept: &[PathBuf]) -> Result<(), C
     Ok(())
 }
 
-/// Refuses to remove an image that another machine in the same folder needs.
+/// Refuses to remove an image that another machine in the same folder needs, or may need.
 fn must_be_unused(home: &Home, root: &RuntimeRoot, removed: &[PathBuf]) -> Result<(), CliError> {
+    let refuse =
+        |why: String| Err(CliError::Machine { name: home.name().to_owned(), what: format!("is not removed: {why}") });
     for other in home.others() {
-        // A machine without a valid configuration does not run.
-        let Ok(config) = Config::load(&other.file(), root) else { continue };
-        let disks = config.devices.disks.iter().map(|disk| disk.path.clone());
-        let beneath = disks.clone().flat_map(|disk| backing_images(&disk).unwrap_or_default()).map(|(path, _)| path);
-        if let Some(removed) = disks.chain(beneath).find_map(|image| goes_with(&image, removed)) {
-            let (removed, other) = (removed.display(), other.name());
-            let what = format!("is not removed: a disk of {other} needs {removed}; remove {other} first");
-            return Err(CliError::Machine { name: home.name().to_owned(), what });
+        let (name, file) = (other.name(), other.file());
+        let unknown = |why: String| match home.disk() {
+            disk if removed.contains(&disk) => {
+                let (disk, file) = (disk.display(), file.display());
+                refuse(format!("a disk of {name} may need {disk}: {why}; mend that, or remove {name} or {file} first"))
+            }
+            // Nothing goes that another image may lie over.
+            _ => Ok(()),
+        };
+        let disks = match Config::load(&file, root) {
+            Ok(config) => config.devices.disks,
+            Err(_) if file.exists() => {
+                unknown(format!("{} is not valid", file.display()))?;
+                continue;
+            }
+            Err(_) => continue,
+        };
+        for disk in &disks {
+            let (images, end) = images_of(disk);
+            if let Some(removed) = images.iter().find_map(|image| goes_with(image, removed)) {
+                return refuse(format!("a disk of {name} needs {}; remove {name} first", removed.display()));
+            }
+            end.or_else(|error| unknown(crate::chain(&error)))?;
         }
     }
     Ok(())
+}
+
+/// The disk's image and those beneath it, and why there may be more.
+fn images_of(disk: &DiskConfig) -> (Vec<PathBuf>, Result<(), ImageError>) {
+    let mut beneath = Vec::new();
+    let end = match disk.format {
+        // A guest can write any header into its raw disk.
+        DiskFormat::Raw => Ok(()),
+        DiskFormat::Qcow2 => add_backing_images(&disk.path, &mut beneath),
+    };
+    (std::iter::once(disk.path.clone()).chain(beneath.into_iter().map(|(path, _)| path)).collect(), end)
 }
 
 /// The removed path with which this one would go.
@@ -335,17 +380,75 @@ mod tests {
         let image = folder.path().join("image");
         File::create(&image).unwrap().set_len(1 << 20).unwrap();
         let (web, db) = (Home::in_folder("web", folder.path()), Home::in_folder("db", folder.path()));
-        make(&[web.file(), db.folder().join("notes")]);
+        make(&[db.file(), db.folder().join("notes")]);
         fs::create_dir_all(web.folder()).unwrap();
-        create_overlay(&web.disk(), &image, "raw").unwrap();
+        let base = folder.path().join("base.qcow2");
+        create_overlay(&base, &image, "raw").unwrap();
+        create_overlay(&web.disk(), &base, "qcow2").unwrap();
         create_overlay(&db.disk(), &web.disk(), "qcow2").unwrap();
-        let disk = db.disk().display().to_string();
-        let text = format!("name = \"db\"\nmemory = \"64MiB\"\n[[disks]]\npath = \"{disk}\"\nformat = \"qcow2\"\n");
-        fs::write(db.file(), text).unwrap();
+        let configure = |format: &str| {
+            let disk = db.disk().display().to_string();
+            let text =
+                format!("name = \"db\"\nmemory = \"64MiB\"\n[[disks]]\npath = \"{disk}\"\nformat = \"{format}\"\n");
+            fs::write(db.file(), text).unwrap();
+        };
         let root = RuntimeRoot::new(folder.path().join("run"));
-        let said = must_be_unused(&web, &root, &[web.disk()]).unwrap_err().to_string();
-        assert!(said.ends_with(&format!("a disk of db needs {}; remove db first", web.disk().display())), "{said}");
-        must_be_unused(&db, &root, &[db.disk()]).unwrap();
+        let disk = web.disk();
+        let check = |removed: &[PathBuf]| must_be_unused(&web, &root, removed).map_err(|error| error.to_string());
+        let refused =
+            || check(std::slice::from_ref(&disk)).unwrap_err().replace(folder.path().to_str().unwrap(), "DIR");
+        configure("qcow2");
+        let needs = "web: is not removed: a disk of db needs DIR/lib/web/disk.qcow2; remove db first";
+        assert_eq!(refused(), needs);
+        // Such as on a file system that is not mounted.
+        fs::remove_file(&base).unwrap();
+        assert_eq!(refused(), needs);
+        // What a guest has written into its raw disk.
+        configure("raw");
+        check(std::slice::from_ref(&disk)).unwrap();
+        configure("qcow2");
+        fs::remove_file(db.disk()).unwrap();
+        let unknown = "web: is not removed: a disk of db may need DIR/lib/web/disk.qcow2: disk image DIR/lib/db/disk.qcow2 does \
+            not exist; mend that, or remove db or DIR/etc/db.toml first";
+        assert_eq!(refused(), unknown);
+        check(&[web.file()]).unwrap();
+        fs::write(db.file(), "name = 1\n").unwrap();
+        assert!(refused().contains("disk.qcow2: DIR/etc/db.toml is not valid; mend that"), "{}", refused());
+        fs::remove_file(db.file()).unwrap();
+        check(&[disk]).unwrap();
+    }
+
+    #[test]
+    fn what_changes_behind_the_question_is_not_removed() {
+        let folder = tempfile::tempdir().unwrap();
+        let (web, db) = (Home::in_folder("web", folder.path()), Home::in_folder("db", folder.path()));
+        let root = RuntimeRoot::new(folder.path().join("run"));
+        let write = |home: &Home, disk: PathBuf| {
+            let disk = toml::Value::from(disk.display().to_string());
+            let (name, memory) = (home.name(), folder.path().join("memory"));
+            let head = format!("name = \"{name}\"\nmemory = \"64MiB\"\nmemory_folder = \"{}\"\n", memory.display());
+            fs::write(home.file(), format!("{head}[[disks]]\npath = {disk}\n")).unwrap();
+        };
+        make(&[web.file(), web.disk(), web.folder().join("dumps/1.vmcore")]);
+        write(&web, web.disk());
+        let config = configuration(&web, &root).unwrap();
+        let told = plan(&web, &config).unwrap();
+        let check = || must_be_as_told(&web, &root, &config, &told).map_err(|error| error.to_string());
+        let _locks = lock(&web, &config).unwrap();
+        check().unwrap();
+        let image = web.folder().join("dumps/data.img");
+        make(std::slice::from_ref(&image));
+        write(&db, image);
+        let said = check().unwrap_err();
+        assert!(said.contains("a disk of db needs") && said.contains("web/dumps; remove db first"), "{said}");
+        fs::remove_file(db.file()).unwrap();
+        make(&[web.seed()]);
+        assert!(check().unwrap_err().contains("its files have changed meanwhile"));
+        fs::remove_file(web.seed()).unwrap();
+        write(&web, folder.path().join("another"));
+        assert!(check().unwrap_err().contains("its files have changed meanwhile"));
+        write(&web, web.disk());
+        check().unwrap();
     }
 
     #[test]
