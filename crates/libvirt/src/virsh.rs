@@ -4,7 +4,7 @@
 
 use std::io::{self, BufRead, BufReader, Write};
 use std::os::unix::process::CommandExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Output, Stdio};
 use std::time::{Duration, Instant};
 
@@ -18,9 +18,10 @@ const DIED: [&str; 2] = ["shut off (crashed)", "shut off (failed)"];
 const FREEZE_PATIENCE: Duration = Duration::from_secs(10);
 const LOOK_EVERY: Duration = Duration::from_millis(10);
 
-/// The connection that virsh uses.
+/// The program, and the connection that it uses.
 #[derive(Clone, Debug)]
 pub struct Virsh {
+    program: PathBuf,
     uri: String,
 }
 
@@ -50,7 +51,12 @@ pub enum VirshError {
 impl Virsh {
     /// The host's own libvirt.
     pub fn system() -> Self {
-        Self { uri: "qemu:///system".to_owned() }
+        Self::with_program("virsh".into())
+    }
+
+    /// The same, reached by this program.
+    pub fn with_program(program: PathBuf) -> Self {
+        Self { program, uri: "qemu:///system".to_owned() }
     }
 
     /// The definition with which the domain starts next, with its secrets.
@@ -181,7 +187,7 @@ impl Virsh {
     }
 
     fn command(&self, arguments: &[&str]) -> Command {
-        let mut command = Command::new("virsh");
+        let mut command = Command::new(&self.program);
         // Its messages are read by people and, where it matters, compared: in one language.
         command.args(["--connect", &self.uri]).args(arguments).env("LC_ALL", "C");
         command

@@ -19,7 +19,7 @@ use hearth_libvirt::virsh::{Virsh, VirshError};
 use hearth_recovery::journal::Journal;
 
 use super::pipe::{self, Pipe};
-use super::silence::is_silent;
+use super::silence::{self, is_silent};
 use crate::attachment::Attachment;
 use crate::client::{Client, ClientError};
 use crate::folders::registers;
@@ -62,8 +62,11 @@ impl Recovery {
         Self { virsh: Virsh::system(), client, domain: domain.to_owned(), folder: root.machine(domain), is_detached }
     }
 
-    /// Whether the domain waits for its way back, or its QEMU may not use its disks, as far as its keeper knows.
+    /// Whether the domain waits for its way back or to be resumed, or its QEMU may not use its disks, as far as its keeper knows.
     pub fn may_be_needed(&self) -> bool {
+        if silence::is_noted(&self.folder) {
+            return true;
+        }
         // A keeper that hangs must not keep other domains waiting.
         match self.client.clone().with_patience(LOOK_PATIENCE).status() {
             Ok(status) => matches!(status.state, MachineState::Paused | MachineState::Recovering) || is_silent(&status),

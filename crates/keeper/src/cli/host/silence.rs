@@ -51,8 +51,9 @@ impl Silences {
         let silent_under = || client.status().ok().filter(is_silent).map(|status| status.keeper.pid);
         let uses_disks = || client.status().is_ok_and(|status| uses_disks(&status));
         let note = root.machine(domain).join(NOTE);
-        if note.exists() {
-            resume_left(&virsh, domain, &note)?;
+        if note.exists() && resume(&virsh, domain, &note)? {
+            tracing::warn!(domain, "resumed, because it was suspended for a moment only");
+            return await_outcome(&virsh, domain, uses_disks);
         }
         let Some(keeper) = silent_under().filter(|keeper| !self.is_known(domain, *keeper)) else { return Ok(()) };
         thread::sleep(PATIENCE);
@@ -64,24 +65,9 @@ impl Silences {
             tracing::warn!(domain, %error, "whoever follows would not resume the domain; it is left as it is");
             return Ok(());
         }
-        virsh.suspend(domain).inspect_err(|_| remove(&note))?;
-        let resumed = virsh.resume(domain);
-        if resumed.is_ok() {
-            remove(&note);
-        }
+        suspend_and_resume(&virsh, domain, &note)?;
         self.note(domain, keeper);
-        let deadline = Instant::now() + OUTCOME_PATIENCE;
-        while Instant::now() < deadline {
-            if virsh.has_died(domain)? {
-                tracing::warn!(domain, "QEMU has ended by that: starting the domain");
-                return Ok(virsh.start(domain)?);
-            }
-            if uses_disks() {
-                break;
-            }
-            thread::sleep(LOOK_EVERY);
-        }
-        Ok(resumed?)
+        await_outcome(&virsh, domain, uses_disks)
     }
 
     fn is_known(&self, domain: &str, keeper: u32) -> bool {
@@ -93,18 +79,101 @@ impl Silences {
     }
 }
 
-/// Resumes a domain whose suspender was killed, or could not resume it.
-fn resume_left(virsh: &Virsh, domain: &str, note: &Path) -> Result<(), RecoveryError> {
-    if virsh.state(domain)? == PAUSED {
-        tracing::warn!(domain, "resuming the domain, which was suspended for a moment only");
-        virsh.resume(domain)?;
+/// Whether the domain in whose runtime folder this is may have to be resumed.
+pub fn is_noted(folder: &Path) -> bool {
+    folder.join(NOTE).exists()
+}
+
+/// libvirt may do either although its daemon ends before it answers. So its state decides, and the note stays until that is known.
+fn suspend_and_resume(virsh: &Virsh, domain: &str, note: &Path) -> Result<(), RecoveryError> {
+    let suspended = virsh.suspend(domain);
+    if !resume(virsh, domain, note)? {
+        suspended?;
+    }
+    Ok(())
+}
+
+/// Resumes the domain if it is suspended, and removes the note once it is not. Returns whether it was.
+fn resume(virsh: &Virsh, domain: &str, note: &Path) -> Result<bool, RecoveryError> {
+    let is_suspended = virsh.state(domain)? == PAUSED;
+    if is_suspended && let Err(error) = virsh.resume(domain) {
+        // QEMU may have ended by that.
+        if virsh.state(domain)? == PAUSED {
+            return Err(error.into());
+        }
     }
     remove(note);
+    Ok(is_suspended)
+}
+
+/// Starts the domain if its QEMU ends by its restarted disks.
+fn await_outcome(virsh: &Virsh, domain: &str, uses_disks: impl Fn() -> bool) -> Result<(), RecoveryError> {
+    let deadline = Instant::now() + OUTCOME_PATIENCE;
+    while Instant::now() < deadline {
+        if virsh.has_died(domain)? {
+            tracing::warn!(domain, "QEMU has ended by that: starting the domain");
+            return Ok(virsh.start(domain)?);
+        }
+        if uses_disks() {
+            break;
+        }
+        thread::sleep(LOOK_EVERY);
+    }
     Ok(())
 }
 
 fn remove(note: &Path) {
     if let Err(error) = fs::remove_file(note) {
         tracing::warn!(path = %note.display(), %error, "cannot remove");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::PermissionsExt;
+
+    use super::*;
+
+    /// Suspends and resumes a domain by a virsh that does this for `suspend` and for `resume`, then resumes it by one that works.
+    /// Returns whether each failed, and the domain's state and whether the note was there, after each.
+    fn check(suspend: &str, resume_by: &str, state: &str) -> ([bool; 2], [(String, bool); 2]) {
+        let folder = tempfile::tempdir().unwrap();
+        let (note, states) = (folder.path().join(NOTE), folder.path().join("state"));
+        fs::write(&note, "").unwrap();
+        fs::write(&states, RUNNING).unwrap();
+        let virsh_of = |name: &str, suspend: &str, resume: &str, state: &str| {
+            let path = folder.path().join(name);
+            let cases = format!("suspend) {suspend};; resume) {resume};; domstate) {state};;");
+            let script = format!("#!/bin/sh\ncd {}\ncase $3 in {cases} esac\n", folder.path().display());
+            fs::write(&path, script).unwrap();
+            fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
+            Virsh::with_program(path)
+        };
+        let after = || (fs::read_to_string(&states).unwrap().trim().to_owned(), note.exists());
+        let first = suspend_and_resume(&virsh_of("first", suspend, resume_by, state), "web", &note).is_err();
+        let after_first = after();
+        let works = virsh_of("works", "exit 9", "echo running >state", "cat state");
+        let second = note.exists() && resume(&works, "web", &note).is_err();
+        ([first, second], [after_first, after()])
+    }
+
+    #[test]
+    fn suspended_domain_is_resumed_though_libvirt_fails() {
+        let running = ("running".to_owned(), false);
+        let (pauses, resumes, says) = ("echo paused >state", "echo running >state", "cat state");
+        let dies_after = |done: &str| format!("{done}; exit 1");
+        let all_well = ([false, false], [running.clone(), running.clone()]);
+        assert_eq!(check(pauses, resumes, says), all_well);
+        assert_eq!(check(&dies_after(pauses), resumes, says), all_well);
+        assert_eq!(check(pauses, &dies_after(resumes), says), all_well);
+        // It does nothing.
+        assert_eq!(check("exit 1", resumes, says), ([true, false], [running.clone(), running.clone()]));
+        let left = ([true, false], [("paused".to_owned(), true), running.clone()]);
+        assert_eq!(check(pauses, "exit 1", says), left);
+        // It does not answer.
+        assert_eq!(check(&dies_after(pauses), resumes, "exit 1"), left);
+        // Its QEMU ends.
+        let off = ("shut off".to_owned(), false);
+        assert_eq!(check(pauses, "echo shut off >state; exit 1", says), ([false, false], [off.clone(), off]));
     }
 }
