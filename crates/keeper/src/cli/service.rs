@@ -18,6 +18,9 @@ use crate::problem::Problem;
 const BOOTED: &str = "/run/systemd/system";
 /// Lines of systemctl that an error shows.
 const LINES_SHOWN: usize = 3;
+/// What systemctl prints of a unit without a file: how that begins, and how it ends.
+const NO_STATE: &str = "Failed to get unit file state for ";
+const NO_FILE: &str = "No such file or directory";
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Verb {
@@ -54,14 +57,18 @@ impl Manager {
         Self { is_users, systemctl: "systemctl".into(), loginctl: "loginctl".into() }
     }
 
-    fn systemctl(&self, verb: &str, home: &Home) -> Result<Output, CliError> {
+    fn systemctl(&self, words: &[&str], home: &Home) -> Command {
         let mut command = Command::new(&self.systemctl);
-        command.args(self.is_users.then_some("--user")).args(["--quiet", verb]).arg(unit(home)).env("LC_ALL", "C");
+        command.args(self.is_users.then_some("--user")).args(words).arg(unit(home)).env("LC_ALL", "C");
+        command
+    }
+
+    fn output(&self, command: &mut Command) -> Result<Output, CliError> {
         command.output().map_err(|source| CliError::File { path: self.systemctl.clone(), source })
     }
 
     fn must(&self, verb: &str, home: &Home) -> Result<(), CliError> {
-        let output = self.systemctl(verb, home)?;
+        let output = self.output(&mut self.systemctl(&["--quiet", verb], home))?;
         if output.status.success() {
             return Ok(());
         }
@@ -75,8 +82,9 @@ impl Manager {
         let last = lines[lines.len().saturating_sub(LINES_SHOWN)..].join(" ");
         let foreground = foreground(home);
         if self.is_users && said.contains("Failed to connect") {
+            let or = if verb == Verb::Start.name() { format!(", or {foreground}") } else { String::new() };
             return format!(
-                "cannot reach your systemd ({last}): log in by ssh or at the console instead of with su or sudo, or {foreground}"
+                "cannot reach your systemd ({last}): log in by ssh or at the console instead of with su or sudo{or}"
             );
         }
         if said.contains("not found") || said.contains("does not exist") {
@@ -98,10 +106,20 @@ impl Manager {
 
     /// Has the machine no longer start with the host, if it did.
     pub fn forget(&self, home: &Home) -> Result<(), CliError> {
-        match self.systemctl("is-enabled", home)?.status.success() {
-            true => self.must(Verb::Disable.name(), home),
-            false => Ok(()),
+        if self.is_enabled(home)? { self.must(Verb::Disable.name(), home) } else { Ok(()) }
+    }
+
+    /// systemctl reads the units' files by itself, so this works also without a session (su, sudo).
+    fn is_enabled(&self, home: &Home) -> Result<bool, CliError> {
+        let output = self.output(self.systemctl(&["is-enabled"], home).env("SYSTEMD_OFFLINE", "1"))?;
+        let said = String::from_utf8_lossy(&output.stderr);
+        // It prints the unit's state, such as `disabled`. systemd 252 prints no `not-found`.
+        let has_no_file = said.lines().any(|line| line.starts_with(NO_STATE) && line.ends_with(NO_FILE));
+        if output.status.success() || !output.stdout.trim_ascii().is_empty() || has_no_file {
+            return Ok(output.status.success());
         }
+        let what = self.explained("is-enabled", home, &said);
+        Err(CliError::Machine { name: home.name().to_owned(), what })
     }
 }
 
@@ -177,9 +195,9 @@ mod tests {
     use super::*;
     use crate::runtime_root::RuntimeRoot;
 
-    /// Performs a verb with a systemctl that is this script, and a loginctl that prints `linger`. Returns the words that
-    /// systemctl got, and the output or error.
-    fn check(verb: Verb, is_users: bool, linger: &str, script: &str) -> (String, Result<String, String>) {
+    /// A systemctl that is this script, and a loginctl that prints `linger`. Also returns the file with the words of each call of
+    /// systemctl, and a machine's home in the folder of all this.
+    fn manager(is_users: bool, linger: &str, script: &str) -> (PathBuf, Manager, Home, tempfile::TempDir) {
         let folder = tempfile::tempdir().unwrap();
         let program = |name: &str, text: &str| {
             let path = folder.path().join(name);
@@ -188,11 +206,16 @@ mod tests {
             path
         };
         let words = folder.path().join("words");
-        let systemctl = program("systemctl", &format!("echo \"$@\" >{}\n{script}", words.display()));
+        let systemctl = program("systemctl", &format!("echo \"$@\" >>{}\n{script}", words.display()));
         let manager = Manager { is_users, systemctl, loginctl: program("loginctl", &format!("echo {linger}")) };
+        (words, manager, Home::in_folder("web", folder.path()), folder)
+    }
+
+    /// Performs a verb with such programs. Returns the words that systemctl got, and the output or error.
+    fn check(verb: Verb, is_users: bool, linger: &str, script: &str) -> (String, Result<String, String>) {
+        let (words, manager, home, folder) = manager(is_users, linger, script);
         let mut out = Vec::new();
         let root = RuntimeRoot::new(folder.path().join("run"));
-        let home = Home::in_folder("web", folder.path());
         let done = apply(&mut Context { root, json: false, out: &mut out }, &manager, verb, &home);
         let said = done.map(|_| String::from_utf8(out).unwrap()).map_err(|error| error.to_string());
         (fs::read_to_string(words).unwrap_or_default().trim().to_owned(), said)
@@ -206,6 +229,31 @@ mod tests {
         let (words, said) = check(Verb::Disable, true, "no", "exit 0");
         assert_eq!(words, "--user --quiet disable hearth@web.service");
         assert_eq!(said.unwrap(), "web no longer starts with the host\n");
+    }
+
+    #[test]
+    fn enabled_unit_is_not_forgotten_without_its_manager() {
+        let forget = |script: &str| {
+            let (words, manager, home, _folder) = manager(true, "yes", script);
+            let done = manager.forget(&home).map_err(|error| error.to_string());
+            (fs::read_to_string(words).unwrap().lines().last().unwrap().to_owned(), done)
+        };
+        let [asks, disables] =
+            ["is-enabled", "--quiet disable"].map(|verb| format!("--user {verb} hearth@web.service"));
+        let unreachable =
+            "[ \"$SYSTEMD_OFFLINE\" ] || { echo 'Failed to connect to bus: No such file or directory' >&2; exit 1; }";
+        for no in [
+            "echo disabled; exit 1",
+            "echo not-found; exit 4",
+            "echo 'Failed to get unit file state for hearth@web.service: No such file or directory' >&2; exit 1",
+        ] {
+            assert_eq!(forget(&format!("{unreachable}\n{no}")), (asks.clone(), Ok(())), "{no}");
+        }
+        assert_eq!(forget("echo enabled"), (disables.clone(), Ok(())));
+        let (words, done) = forget(&format!("{unreachable}\necho enabled"));
+        let said = done.unwrap_err();
+        assert!(words == disables && said.contains("cannot reach your systemd (Failed to connect to bus: "), "{said}");
+        assert!(forget("exit 1").1.unwrap_err().contains("systemctl is-enabled failed"));
     }
 
     #[test]
