@@ -256,7 +256,7 @@ fn failed(error: &dyn std::error::Error) -> ApiError {
 }
 
 /// Now, as the start times of processes are told: in clock ticks since the host's boot.
-fn ticks_now() -> u64 {
+pub(super) fn ticks_now() -> u64 {
     let now = rustix::time::clock_gettime(rustix::time::ClockId::Boottime);
     let per_second = rustix::param::clock_ticks_per_second();
     now.tv_sec as u64 * per_second + now.tv_nsec as u64 * per_second / 1_000_000_000
