@@ -106,15 +106,24 @@ fn host_waits_for_its_address_beside_its_other_work() {
     let address = other.local_addr().unwrap().to_string();
     let mut command = Command::new(env!("CARGO_BIN_EXE_hearth"));
     command.args(["host", "--web", &address]).env("HEARTH_RUNTIME_ROOT", root.path()).env("PATH", "/nowhere");
-    let mut child = command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().expect("cargo has built the program");
+    let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("cargo has built the program");
     let mut said = BufReader::new(child.stderr.take().unwrap()).lines().map(Result::unwrap);
     assert!(said.any(|line| line.contains("no page yet; trying again")));
     assert!(said.any(|line| line.contains("domains are not looked after")), "it goes on");
     drop(other);
-    assert!(said.any(|line| line.contains("the page is served")));
+    let mut url = String::new();
+    BufReader::new(child.stdout.take().unwrap()).read_line(&mut url).unwrap();
+    assert_eq!(url, format!("http://{address}/\n"));
     TcpStream::connect(&address).unwrap();
     child.kill().unwrap();
     child.wait().unwrap();
+    // An address that no host can have: link-local, without an interface.
+    let mut command = Command::new(env!("CARGO_BIN_EXE_hearth"));
+    command.args(["host", "--web", "[fe80::1]:9180", "--allow-remote"]).env("HEARTH_RUNTIME_ROOT", root.path());
+    let mut child = command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().expect("cargo has built the program");
+    let mut said = BufReader::new(child.stderr.take().unwrap()).lines().map(Result::unwrap);
+    assert!(said.next().unwrap().starts_with("hearth: cannot listen at [fe80::1]:9180: "));
+    assert_eq!(child.wait().unwrap().code(), Some(1));
 }
 
 #[test]

@@ -15,6 +15,7 @@ pub mod textfile;
 pub mod web;
 
 use std::collections::HashMap;
+use std::io;
 use std::net::{SocketAddr, TcpListener};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
@@ -44,6 +45,8 @@ const CONNECTED_AFTER: Duration = Duration::from_secs(10);
 const LOOK_EVERY: Duration = Duration::from_secs(30);
 /// Pause before an address that could not be had is tried again.
 const LISTEN_AGAIN: Duration = Duration::from_secs(5);
+/// Number of such attempts from one warning to the next: five minutes.
+const WARN_EACH: u32 = 60;
 
 /// What the daemon's threads share.
 struct Host {
@@ -81,12 +84,11 @@ pub fn run(context: &mut Context<'_>, arguments: &HostArguments) -> Result<Exit,
         let web = web::Web::new(collector, root.clone());
         let listener = match web::listen(address, arguments.allow_remote) {
             Ok(listener) => {
-                let address = listener.local_addr().map_err(|source| web::WebError::Listen { address, source })?;
-                context.write_line(&format!("http://{address}/"))?;
+                context.write_line(&url_of(&listener, address))?;
                 Some(listener)
             }
             // Domains must not wait for that.
-            Err(error @ web::WebError::Listen { .. }) => {
+            Err(error) if error.may_pass() => {
                 tracing::warn!(error = crate::chain(&error), "no page yet; trying again");
                 None
             }
@@ -107,13 +109,28 @@ pub fn run(context: &mut Context<'_>, arguments: &HostArguments) -> Result<Exit,
     }
 }
 
-/// Somebody else may have the address for a while.
+/// The page's address. With port 0, the listener knows the real one.
+fn url_of(listener: &TcpListener, address: SocketAddr) -> String {
+    format!("http://{}/", listener.local_addr().unwrap_or(address))
+}
+
 fn listen_until_it_works(address: SocketAddr, allow_remote: bool) -> TcpListener {
+    let mut attempts = 0;
     loop {
         thread::sleep(LISTEN_AGAIN);
-        if let Ok(listener) = web::listen(address, allow_remote) {
-            tracing::info!(%address, "the page is served");
-            return listener;
+        attempts += 1;
+        match web::listen(address, allow_remote) {
+            Ok(listener) => {
+                let url = url_of(&listener, address);
+                tracing::info!(url, "the page is served");
+                // The main thread has the lock of `Stdout`. Whoever waited for this line may be gone.
+                let _ = rustix::io::write(io::stdout(), format!("{url}\n").as_bytes());
+                return listener;
+            }
+            Err(error) if attempts % WARN_EACH == 0 => {
+                tracing::warn!(error = crate::chain(&error), "still no page; trying again");
+            }
+            Err(_) => {}
         }
     }
 }

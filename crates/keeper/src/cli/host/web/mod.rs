@@ -48,6 +48,14 @@ pub enum WebError {
     Listen { address: SocketAddr, source: io::Error },
 }
 
+impl WebError {
+    /// Whether another process has the address for now, or this host does not have it yet.
+    pub fn may_pass(&self) -> bool {
+        let Self::Listen { source, .. } = self else { return false };
+        matches!(source.kind(), io::ErrorKind::AddrInUse | io::ErrorKind::AddrNotAvailable)
+    }
+}
+
 /// What the clients' threads share.
 pub struct Web {
     collector: Arc<Collector>,
