@@ -16,10 +16,10 @@ fn report_after_a_panic_agrees_with_the_status() -> Result<()> {
     let recovery = vm.status()?.last_recovery.expect("the machine has recovered");
     let dump = recovery.dump.expect("the crash was dumped");
     let page = vm.cli(&["report", vm.name(), "-o", "-"])?;
-    let down = if recovery.duration_ms < 1000.0 {
-        format!("{:.1} ms", recovery.duration_ms)
-    } else {
-        format!("{:.3} s", recovery.duration_ms / 1e3)
+    let down = match recovery.duration_ms {
+        long if long >= 10_000.0 => format!("{:.1} s", long / 1e3),
+        long if long >= 1000.0 => format!("{:.2} s", long / 1e3),
+        short => format!("{short:.0} ms"),
     };
     for part in [
         "<td>guest panicked</td>",
