@@ -1,6 +1,7 @@
-//! Confinement: a QEMU that its guest has taken over opens no file but those of its launch (Landlock).
+//! Confinement: a QEMU that its guest has taken over opens no file but those of its launch (Landlock), makes no system call that only
+//! harms others (seccomp), and has no capability of root's but the few that it needs.
 //!
-//! rules from binary and launch -> fork -> its own /proc -> no_new_privs -> restrict -> exec
+//! rules and filter from binary and launch -> fork -> its own /proc -> no_new_privs -> rules -> capabilities -> filter -> exec
 //!
 //! Sockets, taps, locks, the console, and the channels for registers and states come to QEMU as descriptors, which Landlock leaves
 //! alone. So the list is short, and nothing that is opened later adds to it. Landlock also forbids QEMU to trace processes
@@ -12,9 +13,10 @@
 
 use std::env;
 use std::ffi::CStr;
-use std::fs;
+use std::fs::{self, File};
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
+use std::os::unix::fs::OpenOptionsExt;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -25,14 +27,19 @@ use landlock::{
     Scope, make_bitflags, path_beneath_rules,
 };
 
+use rustix::io::{FdFlags, fcntl_setfd};
+use thread_filter::QemuFilter;
+
 use crate::launch::{Boot, NetBackend};
 use crate::{Binary, Launch};
 
 /// Programs, libraries, modules and firmware of the host, and of the package managers that keep them elsewhere. (Where /lib is a
 /// link to /usr/lib, the rule is that folder's.)
 const SYSTEM: [&str; 9] = ["/usr", "/lib", "/lib32", "/lib64", "/libx32", "/bin", "/sbin", "/nix/store", "/gnu/store"];
-/// Folders beside that of a program which was unpacked and not installed.
-const BESIDE: [&str; 4] = ["lib", "lib64", "libexec", "share"];
+/// Libraries, modules and firmware beside the folder of a program that was unpacked and not installed. All of `share` would be much
+/// more than that for a program in ~/.local/bin.
+const BESIDE: [&str; 7] =
+    ["lib", "lib64", "share/qemu", "share/qemu-firmware", "share/seabios", "share/seavgabios", "share/ipxe"];
 /// Variables with folders of an unpacked program.
 const FOLDER_VARIABLES: [&str; 2] = ["LD_LIBRARY_PATH", "QEMU_MODULE_DIR"];
 const READABLE: [&str; 22] = [
@@ -65,60 +72,121 @@ const READABLE: [&str; 22] = [
     "/sys/module",
     "/sys/bus/nd",
 ];
+const USERFAULT_DEVICE: &str = "/dev/userfaultfd";
 /// Virtual processors; page faults that the keeper handles; output that nobody wants.
-const DEVICES: [&str; 3] = ["/dev/kvm", "/dev/userfaultfd", "/dev/null"];
+const DEVICES: [&str; 3] = ["/dev/kvm", USERFAULT_DEVICE, "/dev/null"];
 const RESOLVER: &str = "/etc/resolv.conf";
+/// Where the file of name servers usually is, if /etc/resolv.conf is a link. The link may come later, or lead elsewhere then.
+const RESOLVERS: [&str; 4] = ["/run/systemd/resolve", "/run/NetworkManager", "/run/resolvconf", "/run/netconfig"];
 const OWN_PROCESS: &CStr = c"/proc/self";
+
+/// Bits of capabilities (linux/capability.h).
+const CAP_DAC_OVERRIDE: u32 = 1;
+const CAP_SETGID: u32 = 6;
+const CAP_SETUID: u32 = 7;
+const CAP_NET_BIND_SERVICE: u32 = 10;
+const CAP_SYS_PTRACE: u32 = 19;
 
 /// The newest rules that this is tested with.
 const FILES: ABI = ABI::V5;
 const NETWORK: ABI = ABI::V4;
 const SCOPES: ABI = ABI::V6;
 
+/// For the last words of a QEMU that could not open something.
+pub(crate) const HINT: &str = " (sandbox = false shows whether Hearth's rules for QEMU are the reason)";
+
 /// Whether this kernel confines processes by such rules at all.
 pub fn kernel_has_landlock() -> bool {
     matches!(empty_rules(&[]).map(Option::<OwnedFd>::from), Ok(Some(_)))
 }
 
-/// Why a QEMU opens what its user may open, although its launch asks for a confinement. None: it is confined.
-fn why_not_confined(binary: &Binary) -> Option<&'static str> {
+/// Why a QEMU opens what its user may open, although its launch asks for a confinement. None: it does not.
+fn why_files_are_open(binary: &Binary) -> Option<&'static str> {
     if binary.is_script() {
         return Some("its program is a script, which may need other files");
     }
     (!kernel_has_landlock()).then_some("this kernel has no Landlock, or it is turned off")
 }
 
-/// Lets the program of `command`, a QEMU with this launch, open nothing but the files of its launch. Where the kernel cannot, that is
-/// said in the log once.
-pub(crate) fn confine(command: &mut Command, binary: &Binary, launch: &Launch) -> io::Result<()> {
-    if let Some(reason) = why_not_confined(binary) {
+/// Confines the program of `command`, a QEMU with this launch. None: it uses no files, networks or other user. Where the kernel has no
+/// Landlock, that is said in the log once.
+pub(crate) fn confine(command: &mut Command, binary: &Binary, launch: Option<&Launch>) -> io::Result<()> {
+    let reason = why_files_are_open(binary);
+    if let Some(reason) = reason {
         static SAID: Once = Once::new();
         SAID.call_once(|| tracing::warn!(reason, "QEMU may open every file that its user may"));
+    }
+    if binary.is_script() {
         return Ok(());
     }
-    let rules: Option<OwnedFd> = rules(binary, launch).map_err(io::Error::other)?.into();
-    let Some(rules) = rules else { return Ok(()) };
+    // Before the rules are made, so that those are of the same entries.
+    let process_files = open_process_files();
+    let rules: Option<OwnedFd> = match reason {
+        Some(_) => None,
+        None => rules(binary, launch).map_err(io::Error::other)?.into(),
+    };
+    let (capabilities, filter) = (capabilities(launch), QemuFilter::new()?);
     // SAFETY: between fork and exec this only makes system calls and allocates nothing.
     unsafe {
-        command.pre_exec(move || restrict(rules.as_raw_fd()));
+        command.pre_exec(move || {
+            rules.as_ref().map_or(Ok(()), |rules| restrict(rules.as_raw_fd(), &process_files))?;
+            keep_only(capabilities)?;
+            filter.apply()
+        });
     }
     Ok(())
 }
 
-fn rules(binary: &Binary, launch: &Launch) -> Result<RulesetCreated, RulesetError> {
+/// Capabilities that a QEMU of root's needs, as a set of bits. It gives them up with its user.
+fn capabilities(launch: Option<&Launch>) -> u64 {
+    // Its files may belong to any user. Landlock says which they are.
+    let mut kept = 1 << CAP_DAC_OVERRIDE;
+    if launch.is_some_and(|launch| launch.run_as.is_some()) {
+        kept |= 1 << CAP_SETUID | 1 << CAP_SETGID;
+    }
+    // Ports below 1024 that are forwarded.
+    if launch.is_some_and(has_user_net) {
+        kept |= 1 << CAP_NET_BIND_SERVICE;
+    }
+    // Page faults that the keeper handles: kernels before 6.1 have no device for them.
+    if !Path::new(USERFAULT_DEVICE).exists() {
+        kept |= 1 << CAP_SYS_PTRACE;
+    }
+    kept
+}
+
+/// Gives up all other capabilities for the program that is executed next. A process that may not change the limit of its capabilities
+/// has no root's to give up, or runs where somebody else has set that limit.
+fn keep_only(kept: u64) -> io::Result<()> {
+    // SAFETY: plain system calls.
+    let prctl = |option, argument: u64| check(unsafe { libc::prctl(option, argument, 0u64, 0u64, 0u64) }.into());
+    prctl(libc::PR_CAP_AMBIENT, libc::PR_CAP_AMBIENT_CLEAR_ALL as u64)?;
+    for capability in (0..u64::BITS).filter(|capability| kept & 1 << capability == 0) {
+        match prctl(libc::PR_CAPBSET_DROP, capability.into()) {
+            // The kernel knows no higher one.
+            Err(error) if error.raw_os_error() == Some(libc::EINVAL) => break,
+            Err(error) if error.raw_os_error() == Some(libc::EPERM) => break,
+            dropped => dropped?,
+        };
+    }
+    Ok(())
+}
+
+fn rules(binary: &Binary, launch: Option<&Launch>) -> Result<RulesetCreated, RulesetError> {
     let run = make_bitflags!(AccessFs::{Execute | ReadFile | ReadDir});
     let read = make_bitflags!(AccessFs::{ReadFile | ReadDir});
     let write = make_bitflags!(AccessFs::{ReadFile | WriteFile});
     let device = make_bitflags!(AccessFs::{ReadFile | WriteFile | IoctlDev});
     // QEMU makes the socket of its screen itself. A name in the runtime folder could be one that the keeper needs: that of its own
     // socket, or of a file that it is about to write.
-    let screen = launch.screen_folder.as_deref();
-    empty_rules(&launch.nets.iter().map(|net| &net.backend).collect::<Vec<_>>())?
+    let screen = launch.and_then(|launch| launch.screen_folder.as_deref());
+    let nets = launch.map_or(&[][..], |launch| &launch.nets);
+    empty_rules(&nets.iter().map(|net| &net.backend).collect::<Vec<_>>())?
         .add_rules(path_beneath_rules(SYSTEM, run))?
         .add_rules(path_beneath_rules(program_files(binary), run))?
         .add_rules(path_beneath_rules(READABLE, read))?
-        .add_rules(path_beneath_rules(files_to_read(launch), read))?
-        .add_rules(path_beneath_rules(files_to_write(launch), write))?
+        .add_rules(path_beneath_rules(launch.map(files_to_read).unwrap_or_default(), read))?
+        .add_rules(path_beneath_rules(launch.map(files_to_write).unwrap_or_default(), write))?
         .add_rules(path_beneath_rules(DEVICES, device))?
         .add_rules(path_beneath_rules(screen, AccessFs::MakeSock))
 }
@@ -154,8 +222,7 @@ fn program_files(binary: &Binary) -> Vec<PathBuf> {
     // The path may be a link to the program.
     let target = fs::canonicalize(binary.path()).ok();
     for program in [Some(binary.path()), target.as_deref()].into_iter().flatten() {
-        let prefix = program.parent().and_then(Path::parent);
-        files.extend(prefix.into_iter().flat_map(|prefix| BESIDE.map(|folder| prefix.join(folder))));
+        files.extend(beside(program));
     }
     for variable in FOLDER_VARIABLES.iter().filter_map(env::var_os) {
         // An empty part would mean the current folder.
@@ -164,23 +231,35 @@ fn program_files(binary: &Binary) -> Vec<PathBuf> {
     files
 }
 
+fn beside(program: &Path) -> impl Iterator<Item = PathBuf> {
+    let prefix = program.parent().and_then(Path::parent);
+    prefix.into_iter().flat_map(|prefix| BESIDE.map(|folder| prefix.join(folder)))
+}
+
 fn files_to_read(launch: &Launch) -> Vec<PathBuf> {
     let mut files = match &launch.boot {
         Boot::Kernel { kernel, initrd, .. } => vec![Some(kernel.clone()), initrd.clone()],
         Boot::Firmware { code, .. } => vec![code.clone()],
     };
     files.push(launch.preload.as_ref().map(|preload| preload.library.clone()));
-    let is_user = |net: &NetBackend| matches!(net, NetBackend::User { .. });
-    if launch.nets.iter().any(|net| is_user(&net.backend)) {
-        files.push(resolver_folder());
+    if has_user_net(launch) {
+        files.extend(resolver_folders(Path::new(RESOLVER)).into_iter().map(Some));
     }
     files.into_iter().flatten().collect()
 }
 
+fn has_user_net(launch: &Launch) -> bool {
+    launch.nets.iter().any(|net| matches!(net.backend, NetBackend::User { .. }))
+}
+
 /// A user-mode network reads the host's name servers again when they change. They change by a new file in the place of the old
 /// one, so a rule for the file would last only until then.
-fn resolver_folder() -> Option<PathBuf> {
-    Some(fs::canonicalize(RESOLVER).ok()?.parent()?.to_owned())
+fn resolver_folders(file: &Path) -> Vec<PathBuf> {
+    // A link may lead to a file that is not there yet.
+    let named = fs::read_link(file).map_or(file.to_owned(), |target| file.with_file_name(target));
+    let real = fs::canonicalize(file).ok();
+    let folders = [Some(named), real].into_iter().flatten().filter_map(|file| Some(file.parent()?.to_owned()));
+    folders.chain(RESOLVERS.map(PathBuf::from)).collect()
 }
 
 fn files_to_write(launch: &Launch) -> Vec<PathBuf> {
@@ -193,17 +272,30 @@ fn files_to_write(launch: &Launch) -> Vec<PathBuf> {
     files
 }
 
-/// Restricts this process by the rules, and by one for its own folder in /proc, which it did not have before.
-fn restrict(rules: RawFd) -> io::Result<()> {
+/// Opens what has rules beneath /proc. A rule there lasts only as long as the kernel remembers the entry, which an open descriptor makes
+/// it do.
+fn open_process_files() -> Vec<OwnedFd> {
+    let paths = READABLE.iter().filter(|path| path.starts_with("/proc/"));
+    let opened = paths.map(|path| File::options().read(true).custom_flags(libc::O_PATH).open(path));
+    // What this kernel does not have gets no rule either.
+    opened.filter_map(Result::ok).map(OwnedFd::from).collect()
+}
+
+/// Restricts this process by the rules, and by one for its own folder in /proc, which it did not have before. The program that is
+/// executed next keeps that folder and `kept` open.
+fn restrict(rules: RawFd, kept: &[OwnedFd]) -> io::Result<()> {
     // SAFETY: the path is a constant that ends with a zero byte.
-    let own = check(unsafe { libc::open(OWN_PROCESS.as_ptr(), libc::O_PATH | libc::O_CLOEXEC) }.into())?;
+    let own = check(unsafe { libc::open(OWN_PROCESS.as_ptr(), libc::O_PATH) }.into())?;
     let rule =
         PathBeneath { allowed_access: make_bitflags!(AccessFs::{ReadFile | ReadDir}).bits(), parent_fd: own as RawFd };
     // SAFETY: the kernel reads one rule; the flags (the last argument) must be zero.
     check(unsafe { libc::syscall(libc::SYS_landlock_add_rule, rules, RULE_PATH_BENEATH, &raw const rule, 0) })?;
+    for descriptor in kept {
+        fcntl_setfd(descriptor, FdFlags::empty())?;
+    }
     // SAFETY: a plain system call.
     check(unsafe { libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) }.into())?;
-    // SAFETY: a plain system call. Both descriptors close at exec.
+    // SAFETY: a plain system call. The rules' descriptor closes at exec.
     check(unsafe { libc::syscall(libc::SYS_landlock_restrict_self, rules, 0) }).map(drop)
 }
 
@@ -264,7 +356,7 @@ mod tests {
             command.env("KEEPER", std::process::id().to_string());
             command.env("PORT", self.listener.local_addr().unwrap().port().to_string());
             if confined {
-                confine(&mut command, &Binary::stand_in(VERSION_MIN, true), &self.launch).unwrap();
+                confine(&mut command, &Binary::stand_in(VERSION_MIN, true), Some(&self.launch)).unwrap();
             }
             command.output().unwrap().status.success()
         }
@@ -339,6 +431,68 @@ mod tests {
     }
 
     #[test]
+    fn calls_that_only_harm_others_are_refused() {
+        let stand = Stand::new();
+        stand.check_refused("limits of the keeper, such as that of its time", "prlimit --pid $KEEPER --cpu");
+        assert!(stand.tries(true, "ulimit -t && prlimit --pid 0 --cpu"), "its own limits");
+        stand.check_refused("shared memory of others", "made=$(ipcmk -M 4096) && ipcrm -m ${made##* }");
+        stand.check_refused("other namespaces", "unshare --user true");
+    }
+
+    #[test]
+    fn root_keeps_few_capabilities() {
+        if !rustix::process::geteuid().is_root() {
+            return eprintln!("skipped: only root has capabilities");
+        }
+        let mut stand = Stand::new();
+        stand.check_refused("a file's owner", "chown 1 ram-1");
+        let has =
+            |stand: &Stand, kept: u64| stand.tries(true, &format!("grep -q CapEff:.*{kept:016x} /proc/$$/status"));
+        let device = if Path::new(USERFAULT_DEVICE).exists() { 0 } else { 1 << CAP_SYS_PTRACE };
+        assert!(has(&stand, device | 0x2));
+        stand.launch.run_as = Some("nobody".into());
+        assert!(has(&stand, device | 0xc2));
+    }
+
+    #[test]
+    fn rules_beneath_proc_are_held() {
+        if !kernel_has(ABI::V1) {
+            return eprintln!("skipped: this kernel has no Landlock");
+        }
+        let held = "held() { for fd in /proc/$$/fd/*; do [ $fd -ef $1 ] && return; done; false; }";
+        for path in ["/proc/$$", "/proc/meminfo", "/proc/cpuinfo", "/proc/sys/vm"] {
+            assert!(Stand::new().tries(true, &format!("{held}; held {path}")), "{path}");
+        }
+    }
+
+    #[test]
+    fn unpacked_program_brings_no_users_files() {
+        let beside = |program: &str| beside(Path::new(program)).collect::<Vec<_>>();
+        let folders = beside("/home/me/.local/bin/qemu-system-x86_64");
+        assert!(
+            folders.contains(&"/home/me/.local/share/qemu".into()) && folders.contains(&"/home/me/.local/lib".into())
+        );
+        for users in ["/home/me/.local/share/keyrings/login.keyring", "/home/me/.local/libexec/x"] {
+            assert!(!folders.iter().any(|folder| Path::new(users).starts_with(folder)), "{users}");
+        }
+    }
+
+    #[test]
+    fn folders_of_name_servers_are_known_before_the_file_is_there() {
+        let folder = tempfile::tempdir().unwrap();
+        let (file, other) = (folder.path().join("etc/resolv.conf"), folder.path().join("run"));
+        fs::create_dir(folder.path().join("etc")).unwrap();
+        let check = |expect: &Path| assert!(resolver_folders(&file).iter().any(|folder| folder == expect));
+        check(file.parent().unwrap());
+        for target in [other.join("resolv.conf"), "../run/resolv.conf".into()] {
+            std::os::unix::fs::symlink(&target, &file).unwrap();
+            check(file.with_file_name(&target).parent().unwrap());
+            fs::remove_file(&file).unwrap();
+        }
+        assert!(resolver_folders(&file).contains(&"/run/systemd/resolve".into()));
+    }
+
+    #[test]
     fn user_mode_network_connects_and_finds_name_servers() {
         let mut stand = Stand::new();
         let backend = NetBackend::User { forward: Vec::new(), isolated: false };
@@ -355,8 +509,8 @@ mod tests {
         fs::write(&path, "#!/bin/sh\necho QEMU emulator version 8.0.0\n").unwrap();
         assert!(Command::new("chmod").arg("+x").arg(&path).status().unwrap().success());
         let script = Binary::find(Some(&path)).unwrap();
-        assert_eq!(why_not_confined(&script), Some("its program is a script, which may need other files"));
-        let qemu = why_not_confined(&Binary::stand_in(VERSION_MIN, true));
+        assert_eq!(why_files_are_open(&script), Some("its program is a script, which may need other files"));
+        let qemu = why_files_are_open(&Binary::stand_in(VERSION_MIN, true));
         assert_eq!(qemu.is_none(), kernel_has(ABI::V1));
     }
 

@@ -11,7 +11,7 @@ use serde::Deserialize;
 use crate::accelerator::{Accelerator, telling_line};
 use crate::bounded::{self, Finished};
 use crate::launch::SCREEN_CARD;
-use crate::{Binary, BinaryError, environment};
+use crate::{Binary, BinaryError, confinement, environment};
 
 /// Machine type of a machine whose file names none and which an earlier version of Hearth started.
 pub const EARLIER_MACHINE_TYPE: &str = "pc-q35-7.2";
@@ -81,13 +81,15 @@ pub struct Hardware<'a> {
     pub cpus: u32,
     /// Whether the machine has a graphics card.
     pub screen: bool,
+    /// Whether its QEMU is confined, as in `Launch`.
+    pub confined: bool,
 }
 
 impl Binary {
     /// Asks QEMU for its machine types.
     pub fn machine_types(&self) -> Result<MachineTypes, BinaryError> {
         // TCG may be a module that is not installed, and KVM may be missing: QEMU uses the first that works.
-        let finished = self.over_qmp(&["-machine", "none,accel=kvm:tcg"], LIST)?;
+        let finished = self.over_qmp(&["-machine", "none,accel=kvm:tcg"], LIST, false)?;
         let mut lines = finished.stdout.lines().filter_map(|line| serde_json::from_str::<Answer>(line).ok());
         let types = lines.next_back().ok_or_else(|| BinaryError::NoMachineTypes {
             path: self.path().to_owned(),
@@ -104,26 +106,29 @@ impl Binary {
 
     /// Makes QEMU build such a machine without a guest. The inner error is QEMU's reason for refusing it.
     pub fn try_hardware(&self, hardware: Hardware<'_>) -> Result<Result<(), String>, BinaryError> {
-        let Hardware { machine_type, cpu_model, accelerator, cpus, screen } = hardware;
+        let Hardware { machine_type, cpu_model, accelerator, cpus, screen, confined } = hardware;
         let cpu_model = cpu_model.unwrap_or(accelerator.default_cpu_model());
         let cpus = cpus.to_string();
         let options = ["-machine", machine_type, "-accel", accelerator.name(), "-cpu", cpu_model, "-smp", &cpus];
         let card: &[&str] = if screen { &["-device", SCREEN_CARD] } else { &[] };
-        let finished = self.over_qmp(&[&options[..], card, &["-m", "16M", "-S"]].concat(), QUIT)?;
+        let finished = self.over_qmp(&[&options[..], card, &["-m", "16M", "-S"]].concat(), QUIT, confined)?;
         if finished.succeeded() {
             return Ok(Ok(()));
         }
         Ok(Err(telling_line(&finished.stderr).map_or_else(|| finished.how(), str::to_owned)))
     }
 
-    fn over_qmp(&self, options: &[&str], input: &str) -> Result<Finished, BinaryError> {
+    fn over_qmp(&self, options: &[&str], input: &str, confined: bool) -> Result<Finished, BinaryError> {
+        let not_runnable = |source| BinaryError::NotRunnable { path: self.path().to_owned(), source };
         let mut command = Command::new(self.path());
         for folder in self.data_folders() {
             command.arg("-L").arg(folder);
         }
         command.args(["-nodefaults", "-no-user-config", "-display", "none", "-qmp", "stdio"]).args(options);
-        bounded::run_with_input(environment::confine(&mut command), input, PATIENCE)
-            .map_err(|source| BinaryError::NotRunnable { path: self.path().to_owned(), source })
+        if confined {
+            confinement::confine(&mut command, self, None).map_err(not_runnable)?;
+        }
+        bounded::run_with_input(environment::confine(&mut command), input, PATIENCE).map_err(not_runnable)
     }
 }
 
@@ -194,10 +199,29 @@ mod tests {
     }
 
     #[test]
+    fn confined_trial_opens_no_file_of_a_user() {
+        if !crate::kernel_has_landlock() {
+            return eprintln!("skipped: this kernel has no Landlock");
+        }
+        let folder = tempfile::tempdir().unwrap();
+        let firmware = folder.path().join("bios");
+        std::fs::write(&firmware, [0xf4; 65536]).unwrap();
+        let machine_type = format!("q35,firmware={}", firmware.display());
+        let tried = |confined| {
+            let (accelerator, cpu_model) = (Accelerator::Tcg, None);
+            let hardware =
+                Hardware { machine_type: &machine_type, cpu_model, accelerator, cpus: 1, screen: false, confined };
+            binary().try_hardware(hardware).unwrap()
+        };
+        assert_eq!(tried(false), Ok(()));
+        assert!(tried(true).is_err());
+    }
+
+    #[test]
     fn unsupported_hardware_is_refused_with_qemus_reason() {
         let binary = binary();
-        let good =
-            Hardware { machine_type: Q35, cpu_model: None, accelerator: Accelerator::Tcg, cpus: 2, screen: true };
+        let accelerator = Accelerator::Tcg;
+        let good = Hardware { machine_type: Q35, cpu_model: None, accelerator, cpus: 2, screen: true, confined: true };
         let check = |hardware, expect: &str| {
             let why = binary.try_hardware(hardware).unwrap().unwrap_err();
             assert!(why.contains(expect), "{hardware:?}: {why}");

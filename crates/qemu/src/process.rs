@@ -12,7 +12,7 @@ use std::os::unix::fs::MetadataExt;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -29,10 +29,15 @@ use crate::{Binary, Launch, Transcript, confinement, environment};
 
 /// Number of lines of QEMU's log in an error message.
 const LAST_WORDS_LINES: usize = 5;
+/// What QEMU says where it may not open a file, or a library could not be loaded.
+const REFUSED: [&str; 3] = ["Permission denied", "Operation not permitted", "could not load"];
 /// A machine with hundreds of disks has a quarter of that.
 const COMMAND_LINE_BYTES_MAX: usize = 256 << 10;
 /// Time limit for the end of a process: the kernel needs a second or two to free the memory of a large guest.
 const END_PATIENCE: Duration = Duration::from_secs(30);
+
+/// QEMUs that this process has started or adopted, and that lived when another one came.
+static STARTED: Mutex<Vec<ProcessId>> = Mutex::new(Vec::new());
 
 /// Identifies a process among all since the host's boot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -59,6 +64,8 @@ pub struct Process {
     pidfd: Arc<OwnedFd>,
     log: Arc<Log>,
     ends_when_dropped: bool,
+    /// Whether this keeper started it with rules of `confinement`.
+    confined: bool,
     /// None if the keeper that started this QEMU made no transcript.
     transcript: Option<Arc<Transcript>>,
 }
@@ -97,7 +104,7 @@ impl Process {
         sockets.hand_to(&mut command);
         let spawn_failed = |source| ProcessError::Spawn { path: binary.path().to_owned(), source };
         if launch.confined {
-            confinement::confine(&mut command, binary, launch).map_err(spawn_failed)?;
+            confinement::confine(&mut command, binary, Some(launch)).map_err(spawn_failed)?;
         }
         let mut child = command.spawn().map_err(spawn_failed)?;
         // The child is not reaped yet, so its pid is still valid.
@@ -105,7 +112,8 @@ impl Process {
             Ok((id, pidfd)) => {
                 let transcript = Some(Arc::new(sockets.into_transcript()));
                 let (pidfd, log) = (Arc::new(pidfd), Arc::new(log));
-                Ok(Self { id, pidfd, log, ends_when_dropped: true, transcript })
+                remember(id);
+                Ok(Self { id, pidfd, log, ends_when_dropped: true, confined: launch.confined, transcript })
             }
             Err(error) => {
                 // A QEMU that cannot be watched must not run. It is our child, so both calls succeed.
@@ -123,9 +131,10 @@ impl Process {
         if start_ticks(id.pid).map_err(gone)? != id.start_ticks || has_ended(&pidfd) {
             return Err(ProcessError::Gone { pid: id.pid });
         }
+        remember(id);
         let transcript = Transcript::find(id.pid).ok().map(Arc::new);
         let log = Arc::new(Log::find(id.pid, log));
-        Ok(Self { id, pidfd: Arc::new(pidfd), log, ends_when_dropped: false, transcript })
+        Ok(Self { id, pidfd: Arc::new(pidfd), log, ends_when_dropped: false, confined: false, transcript })
     }
 
     /// Lets QEMU outlive this value and its keeper from now on: it belongs to a machine.
@@ -183,12 +192,15 @@ impl Process {
         Ok(())
     }
 
-    /// The last lines of QEMU's log, joined into one and fit for events. None if the log is empty.
+    /// The last lines of QEMU's log, joined into one and fit for events, and what to try if it was confined and could not open
+    /// something. None if the log is empty.
     pub fn last_words(&self) -> Option<String> {
         let text = self.log.text();
         let lines: Vec<_> = text.lines().map(str::trim).filter(|line| !line.is_empty()).collect();
         let tail = &lines[lines.len().saturating_sub(LAST_WORDS_LINES)..];
-        (!tail.is_empty()).then(|| said(&tail.join(" / ")))
+        let words = (!tail.is_empty()).then(|| said(&tail.join(" / ")))?;
+        let refused = self.confined && REFUSED.iter().any(|refused| words.contains(refused));
+        Some(if refused { words + confinement::HINT } else { words })
     }
 }
 
@@ -215,6 +227,33 @@ fn limit_files(command: &mut Command, bytes: u64) {
     unsafe {
         command.pre_exec(move || Ok(setrlimit(Resource::Fsize, limit)?));
     }
+}
+
+fn remember(qemu: ProcessId) {
+    // Tests let their own process stand for one.
+    if qemu.pid == std::process::id() {
+        return;
+    }
+    let mut started = STARTED.lock().unwrap_or_else(PoisonError::into_inner);
+    started.retain(is_alive);
+    started.push(qemu);
+}
+
+/// Whether this is a QEMU that this process has started or adopted, or one that runs the same program, whatever that is called.
+pub fn is_like_started(pid: u32) -> bool {
+    let started = STARTED.lock().unwrap_or_else(PoisonError::into_inner).clone();
+    let program = program_of(pid);
+    let is_like = |qemu: &ProcessId| qemu.pid == pid || program.is_some() && program_of(qemu.pid) == program;
+    started.iter().any(|qemu| is_alive(qemu) && is_like(qemu))
+}
+
+fn is_alive(process: &ProcessId) -> bool {
+    start_ticks(process.pid).is_ok_and(|ticks| ticks == process.start_ticks)
+}
+
+/// Device and inode of a process's program. None if it hides it.
+fn program_of(pid: u32) -> Option<(u64, u64)> {
+    fs::metadata(format!("/proc/{pid}/exe")).ok().map(|program| (program.dev(), program.ino()))
 }
 
 fn own_session(command: &mut Command) {
@@ -348,13 +387,20 @@ mod tests {
         let path = folder.path().join("qemu.log");
         let (id, pidfd) = identify(std::process::id()).unwrap();
         let (log, output) = Log::create(&path).unwrap();
-        let process =
-            Process { id, pidfd: Arc::new(pidfd), log: Arc::new(log), ends_when_dropped: false, transcript: None };
+        let (pidfd, log) = (Arc::new(pidfd), Arc::new(log));
+        let mut process = Process { id, pidfd, log, ends_when_dropped: false, confined: true, transcript: None };
         assert_eq!(process.last_words(), None);
         rustix::io::write(&output, b"one\ntwo\n\n three \nfour\nfive\nsix\n").unwrap();
         assert_eq!(process.last_words().as_deref(), Some("two / three / four / five / six"));
         rustix::io::write(&output, format!("\x1b]0;x\x07{}\n", "y".repeat(70_000)).as_bytes()).unwrap();
         let words = process.last_words().unwrap();
         assert!(words.len() < 1100 && words.starts_with("three / four / five / six /  ]0;x yyy"), "{words}");
+        rustix::io::write(&output, b"1\n2\n3\n4\nvars: Permission denied\n").unwrap();
+        assert_eq!(
+            process.last_words().unwrap(),
+            format!("1 / 2 / 3 / 4 / vars: Permission denied{}", confinement::HINT)
+        );
+        process.confined = false;
+        assert_eq!(process.last_words().unwrap(), "1 / 2 / 3 / 4 / vars: Permission denied");
     }
 }

@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use common::{LONG, RAM_BYTES, Rig, alone, binaries, connect, end_of};
 use hearth_qemu::launch::DiskDevice;
-use hearth_qemu::{Process, ProcessError, ProcessId, Qmp, QmpError, QmpEvent, kernel_has_landlock};
+use hearth_qemu::{Process, ProcessError, ProcessId, Qmp, QmpError, QmpEvent, is_like_started, kernel_has_landlock};
 
 #[test]
 fn qemu_answers_and_keeps_its_sockets_private() {
@@ -40,6 +40,9 @@ fn sandbox_is_on() {
         let status = format!("/proc/{}/status", living.process.0.id().pid);
         let status = std::fs::read_to_string(status).unwrap();
         assert!(status.lines().any(|line| line == "Seccomp:\t2"), "QEMU {}: {status}", binary.version());
+        // Its own filter, and the keeper's. (Kernels before 5.9 do not say how many there are.)
+        let filters = status.lines().find_map(|line| line.strip_prefix("Seccomp_filters:\t"));
+        assert!(filters.is_none_or(|filters| filters == "2"), "QEMU {}: {status}", binary.version());
     }
 }
 
@@ -67,6 +70,36 @@ fn confined_qemu_opens_only_its_own_files() {
             assert_eq!(refused, [confined; 2], "QEMU {}", binary.version());
             assert_eq!(new.exists(), !confined, "QEMU {}", binary.version());
         }
+    }
+}
+
+#[test]
+fn started_qemus_and_others_of_their_program_are_known() {
+    let _alone = alone();
+    for binary in binaries() {
+        let rig = Rig::new();
+        // As if `qemu` named a program of any name, with its modules beside it.
+        let (renamed, prefix) = (rig.path("bin/emulator"), binary.path().parent().unwrap().parent().unwrap());
+        std::fs::create_dir(rig.path("bin")).unwrap();
+        std::fs::copy(binary.path(), &renamed).unwrap();
+        for beside in ["lib", "share"] {
+            std::os::unix::fs::symlink(prefix.join(beside), rig.path(beside)).unwrap();
+        }
+        let mut other = Command::new(&renamed);
+        other.args(["-M", "none", "-nodefaults", "-display", "none", "-S"]);
+        let other = KillOnDrop(other.spawn().unwrap());
+        assert!(!is_like_started(other.0.id()), "nothing was started");
+        let living = rig.start(&hearth_qemu::Binary::find(Some(&renamed)).unwrap());
+        let pids = [living.process.0.id().pid, other.0.id(), std::process::id()];
+        assert_eq!(pids.map(is_like_started), [true, true, false], "QEMU {}", binary.version());
+    }
+}
+
+struct KillOnDrop(std::process::Child);
+
+impl Drop for KillOnDrop {
+    fn drop(&mut self) {
+        let _ = self.0.kill().and_then(|()| self.0.wait());
     }
 }
 

@@ -1,4 +1,5 @@
-//! Thread filter: system calls that a thread which reads a guest's or QEMU's bytes never makes, and which then fail (seccomp).
+//! Thread filter: system calls that a thread which reads a guest's or QEMU's bytes never makes, and which then fail (seccomp). QEMU itself
+//! has such a filter, too: its own denies little that is not obsolete.
 //!
 //! A list of what is denied, and not of what is allowed: a call that was forgotten in such a list would cost a machine its disk, on
 //! some host with another libc or kernel. Denied calls fail with EPERM; nothing is killed. Threads that a filtered thread starts have
@@ -10,17 +11,19 @@
 
 #![warn(missing_docs)]
 
+use std::collections::BTreeMap;
 use std::env::consts::ARCH;
+use std::io;
 use std::sync::{Once, OnceLock};
 
 use libc::c_long;
-use seccompiler::{BackendError, BpfProgram, SeccompAction, SeccompFilter};
+use seccompiler::{
+    BackendError, BpfProgram, Error, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter,
+    SeccompRule,
+};
 
-/// What no such thread does.
-const DENIED: [c_long; 72] = [
-    // Start a program.
-    libc::SYS_execve,
-    libc::SYS_execveat,
+/// What neither such a thread nor QEMU does.
+const DENIED: [c_long; 55] = [
     // Reach into another process, or watch the host.
     libc::SYS_ptrace,
     libc::SYS_process_vm_readv,
@@ -33,16 +36,8 @@ const DENIED: [c_long; 72] = [
     libc::SYS_fanotify_init,
     libc::SYS_lookup_dcookie,
     libc::SYS_syslog,
-    // Connect to anybody. Connections come from QEMU (accept, recvmsg), and requests to an object store have threads of their own.
-    libc::SYS_socket,
-    libc::SYS_socketpair,
-    libc::SYS_connect,
-    libc::SYS_bind,
-    libc::SYS_listen,
-    // Make a ring, whose operations no filter sees.
+    // Make a ring, whose operations no filter sees. (QEMU tries, and then waits in another way.)
     libc::SYS_io_uring_setup,
-    // Handle page faults, which others are made to wait for.
-    libc::SYS_userfaultfd,
     // Change what files there are, or leave a namespace.
     libc::SYS_mount,
     libc::SYS_umount2,
@@ -64,16 +59,7 @@ const DENIED: [c_long; 72] = [
     libc::SYS_swapon,
     libc::SYS_swapoff,
     libc::SYS_acct,
-    // Become another user.
-    libc::SYS_setuid,
-    libc::SYS_setgid,
-    libc::SYS_setreuid,
-    libc::SYS_setregid,
-    libc::SYS_setresuid,
-    libc::SYS_setresgid,
-    libc::SYS_setfsuid,
-    libc::SYS_setfsgid,
-    libc::SYS_setgroups,
+    // Gain rights.
     libc::SYS_capset,
     libc::SYS_personality,
     // The kernel's keys.
@@ -103,6 +89,52 @@ const DENIED: [c_long; 72] = [
     libc::SYS_move_pages,
 ];
 
+/// What no such thread does, in addition.
+const DENIED_TO_THREADS: [c_long; 17] = [
+    // Start a program.
+    libc::SYS_execve,
+    libc::SYS_execveat,
+    // Connect to anybody. Connections come from QEMU (accept, recvmsg), and requests to an object store have threads of their own.
+    libc::SYS_socket,
+    libc::SYS_socketpair,
+    libc::SYS_connect,
+    libc::SYS_bind,
+    libc::SYS_listen,
+    // Handle page faults, which others are made to wait for.
+    libc::SYS_userfaultfd,
+    // Become another user.
+    libc::SYS_setuid,
+    libc::SYS_setgid,
+    libc::SYS_setreuid,
+    libc::SYS_setregid,
+    libc::SYS_setresuid,
+    libc::SYS_setresgid,
+    libc::SYS_setfsuid,
+    libc::SYS_setfsgid,
+    libc::SYS_setgroups,
+];
+
+/// What QEMU does not do, in addition. What it starts, whose user it becomes and how it is scheduled is the business of its own filter.
+const DENIED_TO_QEMU: [c_long; 13] = [
+    // Reach memory, semaphores and queues of other programs of its user, for which no file has a name.
+    libc::SYS_shmget,
+    libc::SYS_shmat,
+    libc::SYS_shmctl,
+    libc::SYS_semget,
+    libc::SYS_semop,
+    libc::SYS_semtimedop,
+    libc::SYS_semctl,
+    libc::SYS_msgget,
+    libc::SYS_msgsnd,
+    libc::SYS_msgrcv,
+    libc::SYS_msgctl,
+    libc::SYS_mq_open,
+    libc::SYS_mq_unlink,
+];
+
+/// System calls with the arguments that are denied to them. None: every call.
+type Rules = BTreeMap<c_long, Vec<SeccompRule>>;
+
 /// Denies this thread, and those that it starts, the calls that it never makes. The kernel then also gives it no new privileges. A
 /// kernel or container that has no such filters is named in the log once, and the thread goes on without.
 pub fn deny_unneeded() {
@@ -116,16 +148,46 @@ pub fn deny_unneeded() {
 
 fn program() -> &'static Result<BpfProgram, BackendError> {
     static PROGRAM: OnceLock<Result<BpfProgram, BackendError>> = OnceLock::new();
-    PROGRAM.get_or_init(|| {
-        let rules = DENIED.map(|call| (call, Vec::new())).into_iter().collect();
-        let refused = SeccompAction::Errno(libc::EPERM as u32);
-        SeccompFilter::new(rules, SeccompAction::Allow, refused, ARCH.try_into()?)?.try_into()
-    })
+    PROGRAM.get_or_init(|| compile(DENIED.iter().chain(&DENIED_TO_THREADS).map(|call| (*call, Vec::new())).collect()))
+}
+
+fn compile(denied: Rules) -> Result<BpfProgram, BackendError> {
+    let refused = SeccompAction::Errno(libc::EPERM as u32);
+    SeccompFilter::new(denied, SeccompAction::Allow, refused, ARCH.try_into()?)?.try_into()
+}
+
+/// A filter for a QEMU that is about to start, in addition to its own (`-sandbox`).
+#[derive(Debug)]
+pub struct QemuFilter(BpfProgram);
+
+impl QemuFilter {
+    /// Makes the filter, and changes nothing.
+    pub fn new() -> io::Result<Self> {
+        let calls = DENIED.iter().chain(&DENIED_TO_QEMU).map(|call| (*call, Vec::new()));
+        let filter = limits_of_others().and_then(|limits| compile(calls.chain([limits]).collect()));
+        filter.map(Self).map_err(io::Error::other)
+    }
+
+    /// Applies it to this thread, also over an exec. To be called between fork and exec: it makes only system calls. A kernel or
+    /// container that has no such filters is no error.
+    pub fn apply(&self) -> io::Result<()> {
+        match seccompiler::apply_filter(&self.0) {
+            Ok(()) => Ok(()),
+            Err(Error::Seccomp(error)) if matches!(error.raw_os_error(), Some(libc::EINVAL | libc::ENOSYS)) => Ok(()),
+            Err(Error::Seccomp(error) | Error::Prctl(error)) => Err(error),
+            Err(_) => Err(io::ErrorKind::Other.into()),
+        }
+    }
+}
+
+/// Limits of another process, of which that of its processor time kills it. (0 is the process itself.)
+fn limits_of_others() -> Result<(c_long, Vec<SeccompRule>), BackendError> {
+    let another = SeccompCondition::new(0, SeccompCmpArgLen::Dword, SeccompCmpOp::Ne, 0)?;
+    Ok((libc::SYS_prlimit64, vec![SeccompRule::new(vec![another])?]))
 }
 
 #[cfg(test)]
 mod tests {
-    use std::io;
     use std::net::TcpListener;
     use std::os::unix::net::UnixStream;
     use std::process::Command;

@@ -16,7 +16,7 @@ pub fn check(config: &Config, purpose: Purpose, problems: &mut Vec<Problem>) -> 
             problems.push(Problem::error("machine_type", message, hint));
         } else if purpose != Purpose::Run {
             // A start does not wait for these checks, because QEMU itself reports what it does not support.
-            hardware(&config.guest, &binary, problems)?;
+            hardware(config, &binary, problems)?;
         }
         Ok(binary)
     });
@@ -25,7 +25,8 @@ pub fn check(config: &Config, purpose: Purpose, problems: &mut Vec<Problem>) -> 
 }
 
 /// Whether QEMU supports the machine's type and processors.
-pub fn hardware(guest: &GuestConfig, binary: &Binary, problems: &mut Vec<Problem>) -> Result<(), BinaryError> {
+pub fn hardware(config: &Config, binary: &Binary, problems: &mut Vec<Problem>) -> Result<(), BinaryError> {
+    let guest = &config.guest;
     let (types, newest) = (binary.machine_types()?, binary.newest_machine_type()?);
     let machine_type = guest.machine_type.as_deref().unwrap_or(&newest);
     let qemu = format!("QEMU {} ({})", binary.version(), binary.path().display());
@@ -48,8 +49,8 @@ pub fn hardware(guest: &GuestConfig, binary: &Binary, problems: &mut Vec<Problem
     let chosen = accelerator::choose(binary, guest.accelerator, guest.cpu_model.as_deref());
     let Ok(chosen) = chosen else { return Ok(()) };
     let cpu_model = guest.cpu_model.as_deref();
-    let hardware =
-        Hardware { machine_type, cpu_model, accelerator: chosen.accelerator, cpus: guest.cpus, screen: guest.screen };
+    let (accelerator, confined) = (chosen.accelerator, config.qemu.is_confined());
+    let hardware = Hardware { machine_type, cpu_model, accelerator, cpus: guest.cpus, screen: guest.screen, confined };
     if let Err(why) = binary.try_hardware(hardware)? {
         let cpu_model = cpu_model.unwrap_or(chosen.accelerator.default_cpu_model());
         let message = format!(
@@ -57,7 +58,10 @@ pub fn hardware(guest: &GuestConfig, binary: &Binary, problems: &mut Vec<Problem
             guest.cpus,
             chosen.accelerator.name()
         );
-        let hint = "change the key that QEMU names: machine_type, cpus or cpu_model";
+        let hint = match confined && binary.try_hardware(Hardware { confined: false, ..hardware })?.is_ok() {
+            true => "Hearth's rules for QEMU are the reason: set sandbox = false, and report it",
+            false => "change the key that QEMU names: machine_type, cpus or cpu_model",
+        };
         problems.push(Problem::error("qemu", message, hint));
     }
     Ok(())
@@ -188,6 +192,25 @@ mod tests {
         assert_eq!(found, [expect]);
         let qemu = Binary::find(None).expect("these tests need QEMU: apt-get install qemu-system-x86");
         assert_eq!(with_program(qemu.path(), "accelerator = \"tcg\"\ndisplay = \"vnc\""), [""; 0]);
+    }
+
+    #[test]
+    fn own_rules_are_named_where_they_are_the_reason() {
+        if !hearth_qemu::kernel_has_landlock() {
+            return eprintln!("skipped: this kernel has no Landlock");
+        }
+        let folder = tempfile::tempdir().unwrap();
+        let firmware = folder.path().join("bios");
+        std::fs::write(&firmware, [0xf4; 65536]).unwrap();
+        let qemu = Binary::find(None).expect("these tests need QEMU: apt-get install qemu-system-x86");
+        let found = |more: &str| {
+            let newest = qemu.newest_machine_type().unwrap();
+            let machine_type = format!("machine_type = \"{newest},firmware={}\"", firmware.display());
+            with_program(qemu.path(), &format!("accelerator = \"tcg\"\n{machine_type}\n{more}"))
+        };
+        assert_eq!(found("sandbox = false"), [] as [&str; 0]);
+        let confined = found("");
+        assert!(confined.len() == 1 && confined[0].contains("set sandbox = false"), "{confined:?}");
     }
 
     #[test]

@@ -140,6 +140,13 @@ pub struct QemuConfig {
     pub extra_args: Vec<String>,
 }
 
+impl QemuConfig {
+    /// Whether QEMU opens only its machine's files. Files that `extra_qemu_args` name are unknown.
+    pub fn is_confined(&self) -> bool {
+        self.sandbox && self.extra_args.is_empty()
+    }
+}
+
 /// The machine's own folders.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct FoldersConfig {

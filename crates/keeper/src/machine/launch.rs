@@ -86,7 +86,7 @@ pub fn launch(
         hold_still: false,
         incoming: successor,
         sandbox: config.qemu.sandbox,
-        confined: is_confined(config),
+        confined: config.qemu.is_confined(),
         run_as: None,
         watchdog: config.guest.watchdog.map(watchdog_action),
         vmgenid: None,
@@ -99,11 +99,6 @@ pub fn launch(
 /// Machine type. It was set when the keeper started, unless an earlier keeper left the guest.
 pub fn machine_type(guest: &GuestConfig) -> &str {
     guest.machine_type.as_deref().unwrap_or(EARLIER_MACHINE_TYPE)
-}
-
-/// Files that `extra_qemu_args` name are unknown.
-fn is_confined(config: &Config) -> bool {
-    config.qemu.sandbox && config.qemu.extra_args.is_empty()
 }
 
 /// Limit of the files that QEMU writes: memory, or the firmware's variables. Files that `extra_qemu_args` name may be
@@ -289,7 +284,7 @@ mod tests {
         let confined = |more: &str| {
             let text = format!("name = \"web\"\nmemory = \"64MiB\"\n{more}\n[boot]\nkernel = \"k\"\n");
             let root = crate::runtime_root::RuntimeRoot::new("/run/hearth");
-            is_confined(&Config::parse(&text, Path::new("/machines/web.toml"), &root).unwrap())
+            Config::parse(&text, Path::new("/machines/web.toml"), &root).unwrap().qemu.is_confined()
         };
         assert!(confined(""));
         assert!(!confined("sandbox = false"));
