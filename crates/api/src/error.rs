@@ -23,6 +23,8 @@ pub struct ApiError {
 pub enum ErrorWord {
     /// The request is not HTTP, not JSON, or has unknown or missing fields.
     BadRequest,
+    /// The client is a QEMU, which the API does not serve.
+    Forbidden,
     /// No route has this path.
     NoSuchRoute,
     /// The path exists, but with another method.
@@ -49,8 +51,9 @@ pub enum ErrorWord {
 
 impl ErrorWord {
     /// All reasons.
-    pub const ALL: [Self; 12] = [
+    pub const ALL: [Self; 13] = [
         Self::BadRequest,
+        Self::Forbidden,
         Self::NoSuchRoute,
         Self::WrongMethod,
         Self::TooLarge,
@@ -68,6 +71,7 @@ impl ErrorWord {
     pub fn status(self) -> u16 {
         match self {
             Self::BadRequest => 400,
+            Self::Forbidden => 403,
             Self::NoSuchRoute | Self::NoSuchDisk => 404,
             Self::WrongMethod => 405,
             Self::WrongState | Self::NotPossible => 409,
@@ -82,6 +86,7 @@ impl ErrorWord {
     pub fn name(self) -> &'static str {
         match self {
             Self::BadRequest => "bad_request",
+            Self::Forbidden => "forbidden",
             Self::NoSuchRoute => "no_such_route",
             Self::WrongMethod => "wrong_method",
             Self::TooLarge => "too_large",

@@ -78,9 +78,9 @@ fn parameter(parameter: &Parameter) -> Value {
 /// Errors that every route can answer besides its own.
 pub(crate) fn common_errors(route: &Route) -> impl Iterator<Item = ErrorWord> {
     let with_body = route.request.is_some();
-    [ErrorWord::BadRequest, ErrorWord::TooLarge, ErrorWord::TooManyClients, ErrorWord::Timeout, ErrorWord::Failed]
-        .into_iter()
-        .filter(move |word| with_body || *word != ErrorWord::TooLarge)
+    use ErrorWord::{BadRequest, Failed, Forbidden, Timeout, TooLarge, TooManyClients};
+    let words = [BadRequest, Forbidden, TooLarge, TooManyClients, Timeout, Failed];
+    words.into_iter().filter(move |word| with_body || *word != TooLarge)
 }
 
 /// Words that share an HTTP status share its entry.

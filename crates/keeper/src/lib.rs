@@ -32,6 +32,7 @@ mod metrics;
 mod notify;
 mod object_store;
 mod parked_guest;
+mod peer;
 mod problem;
 mod run;
 mod runtime_root;

@@ -42,13 +42,13 @@ impl Endpoint {
         set_socket_timeout(&socket, Timeout::Send, Some(patience))?;
         rustix::net::connect(&socket, &SocketAddrUnix::new(&self.socket)?)?;
         set_socket_timeout(&socket, Timeout::Send, None)?;
-        let stream = UnixStream::from(socket);
+        let stream = Stream::from(UnixStream::from(socket));
         self.check(&stream)?;
-        Ok(stream.into())
+        Ok(stream)
     }
 
     /// Fails if another process than the expected QEMU or this process listens.
-    pub fn check(&self, stream: &UnixStream) -> io::Result<()> {
+    pub fn check(&self, stream: &Stream) -> io::Result<()> {
         let Some(qemu) = self.qemu else { return Ok(()) };
         let pid = socket_peercred(stream)?.pid.as_raw_nonzero().get().unsigned_abs();
         let is_qemu = || pid == qemu.pid && start_ticks(pid).is_ok_and(|ticks| ticks == qemu.start_ticks);

@@ -13,6 +13,7 @@ use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use super::transcript_reader::TranscriptReader;
 use super::typed::{Typed, unread_cost};
 use super::{CLIENT_BYTES_MAX, CLIENTS_MAX, Order, Place, SCROLLBACK_BYTES, TYPED_BYTES_MAX};
+use crate::peer;
 
 /// Interval of connection attempts. A QEMU takes some 50 ms to start.
 const CONNECT_EVERY: Timespec = Timespec { tv_sec: 0, tv_nsec: 20_000_000 };
@@ -45,7 +46,8 @@ struct Successor {
 }
 
 struct Client {
-    stream: UnixStream,
+    /// Dropping it does not wait for descriptors that it may have sent.
+    stream: Stream,
     /// Output that this client has not read yet.
     pending: VecDeque<u8>,
     /// Whether it has closed its input; it may still read.
@@ -322,6 +324,12 @@ impl Relay {
                     return;
                 }
             };
+            let is_qemu = peer::is_qemu(&stream);
+            let stream = Stream::from(stream);
+            if is_qemu {
+                tracing::warn!("a QEMU connected to the console and was refused");
+                continue;
+            }
             if self.clients.len() == CLIENTS_MAX || stream.set_nonblocking(true).is_err() {
                 tracing::debug!("a client of the console is turned away: {CLIENTS_MAX} are there");
                 continue;
@@ -360,7 +368,7 @@ fn read_more(stream: &mut Stream, came: &mut Vec<u8>) {
 }
 
 /// Writes as much as possible without waiting. False if the other side is gone.
-fn drain_into(bytes: &mut VecDeque<u8>, stream: &mut UnixStream) -> bool {
+fn drain_into(bytes: &mut VecDeque<u8>, stream: &mut Stream) -> bool {
     while !bytes.is_empty() {
         match stream.write(bytes.as_slices().0) {
             Ok(length) => drop(bytes.drain(..length)),
@@ -380,7 +388,7 @@ fn connect_now(qemu: &Endpoint) -> io::Result<Stream> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
     rustix::net::connect(&socket, &SocketAddrUnix::new(&qemu.socket)?)?;
-    let stream = UnixStream::from(socket);
+    let stream = Stream::from(UnixStream::from(socket));
     qemu.check(&stream)?;
-    Ok(stream.into())
+    Ok(stream)
 }

@@ -1,6 +1,7 @@
 //! The hub between real sockets, with a QEMU that is only a listener.
 
 use std::io::{Read, Write};
+use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use tempfile::TempDir;
@@ -285,4 +286,23 @@ fn later_input_goes_to_the_next_qemu() {
     let (mut qemu, _) = qemu.accept().unwrap();
     qemu.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
     check_next(&mut qemu, "date\n");
+}
+
+#[test]
+fn a_qemu_is_no_client() {
+    let fixture = fixture();
+    let mut qemu = fixture.qemu("serial-1");
+    // It says who it is as soon as it is connected.
+    let chardev = format!("socket,id=console,path={}", fixture.path("console.sock").display());
+    let mut stranger = Command::new("qemu-system-x86_64");
+    stranger.args(["-M", "none", "-nodefaults", "-display", "none", "-mon", "console,mode=control", "-qmp", "stdio"]);
+    stranger.args(["-chardev", &chardev]).stdin(Stdio::null()).stdout(Stdio::piped());
+    let mut stranger = stranger.spawn().expect("these tests need QEMU");
+    let mut greeting = stranger.stdout.take().unwrap();
+    greeting.read_exact(&mut [0; 1]).unwrap();
+    let mut client = fixture.client();
+    client.write_all(b"root\n").unwrap();
+    check_next(&mut qemu, "root\n");
+    stranger.kill().unwrap();
+    stranger.wait().unwrap();
 }

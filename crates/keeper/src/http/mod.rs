@@ -16,10 +16,10 @@ use hearth_api::{ApiError, ErrorWord};
 
 use crate::control::Control;
 use crate::event_log::EventLog;
+use crate::peer;
 use crate::unix_socket::{ListenError, listen};
 
 mod answer;
-mod peer;
 mod request;
 mod slots;
 mod stream;
@@ -115,7 +115,6 @@ impl Drop for Server {
 fn accept_all(shared: &Arc<Shared>, listener: &UnixListener) {
     loop {
         match listener.accept() {
-            Ok((stream, _)) if peer::is_qemu(&stream) => tracing::warn!("a QEMU connected to the API and was refused"),
             Ok((stream, _)) => serve(shared, stream),
             Err(error) if is_final(&error) => return,
             Err(error) => {
@@ -132,14 +131,28 @@ fn is_final(error: &std::io::Error) -> bool {
     error.kind() == std::io::ErrorKind::InvalidInput
 }
 
-/// Serves the client in its own thread, or refuses it.
+fn admit(shared: &Shared, stream: &UnixStream) -> Result<Slot, ApiError> {
+    if peer::is_qemu(stream) {
+        tracing::warn!("a QEMU connected to the API and was refused");
+        let message = "this client is a QEMU, or a program that may gain no privileges and hides what it is";
+        return Err(ApiError::new(ErrorWord::Forbidden, message).hint("connect from another program"));
+    }
+    shared.slots.take().ok_or_else(|| {
+        ApiError::new(ErrorWord::TooManyClients, format!("too many clients: {CLIENTS_MAX} are connected"))
+            .hint("close some of them, or try again")
+    })
+}
+
+/// Serves the client in its own thread, or refuses it. The descriptors that a client which is refused may have sent are closed
+/// without waiting for them.
 fn serve(shared: &Arc<Shared>, mut stream: UnixStream) {
-    let Some(slot) = shared.slots.take() else {
-        let error = ApiError::new(ErrorWord::TooManyClients, format!("too many clients: {CLIENTS_MAX} are connected"))
-            .hint("close some of them, or try again");
-        // The answer fits into the socket's buffer, and a client that is gone does not need it.
-        let _ = answer::refuse(&mut stream, &error);
-        return;
+    let slot = match admit(shared, &stream) {
+        Ok(slot) => slot,
+        Err(error) => {
+            // The answer fits into the socket's buffer, and a client that is gone does not need it.
+            let _ = answer::refuse(&mut stream, &error);
+            return drop(hearth_qemu::Stream::from(stream));
+        }
     };
     let shared = shared.clone();
     let spawned = std::thread::Builder::new().name("api-client".to_owned()).spawn(move || {

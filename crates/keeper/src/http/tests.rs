@@ -1,12 +1,16 @@
 //! The server over a real socket, with a machine that only records its commands.
 
-use std::io::{Read, Write};
+use std::io::{IoSlice, Read, Write};
+use std::mem::MaybeUninit;
+use std::net::{TcpListener, TcpStream};
+use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
 
 use hearth_api::{CrashMethod, CrashRequest, DiskSize, EventKind, EventRecord, Order, RebootRequest, StopRequest};
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg, sockopt};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
@@ -252,4 +256,56 @@ fn a_quiet_stream_has_a_heartbeat() {
         text.push(char::from(byte[0]));
         assert!(text.len() < 1000, "{text}");
     }
+}
+
+/// A connection over which a socket came that takes an hour to close, and the listener behind that one's other end.
+fn connection_with_a_lingering_socket() -> (UnixStream, UnixStream, TcpListener) {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let mut socket = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+    socket.set_nonblocking(true).unwrap();
+    while socket.write(&[0; 65536]).is_ok() {}
+    socket.set_nonblocking(false).unwrap();
+    sockopt::set_socket_linger(&socket, Some(Duration::from_secs(3600))).unwrap();
+    let (ours, theirs) = UnixStream::pair().unwrap();
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut ancillary = SendAncillaryBuffer::new(&mut space);
+    let descriptors = [socket.as_fd()];
+    assert!(ancillary.push(SendAncillaryMessage::ScmRights(&descriptors)));
+    sendmsg(&theirs, &[IoSlice::new(b"GET /v1/status")], &mut ancillary, SendFlags::empty()).unwrap();
+    (ours, theirs, listener)
+}
+
+#[test]
+fn refusal_does_not_wait_for_descriptors() {
+    let fixture = fixture();
+    let taken: Vec<Slot> = (0..CLIENTS_MAX).map(|_| fixture.server.shared.slots.take().unwrap()).collect();
+    let (ours, mut theirs, _listener) = connection_with_a_lingering_socket();
+    let shared = fixture.server.shared.clone();
+    let (refused, refusal) = channel();
+    std::thread::spawn(move || {
+        serve(&shared, ours);
+        refused.send(()).unwrap();
+    });
+    refusal.recv_timeout(Duration::from_secs(60)).unwrap();
+    let mut answer = [0; 12];
+    theirs.read_exact(&mut answer).unwrap();
+    assert_eq!(&answer, b"HTTP/1.1 503");
+    drop(taken);
+}
+
+#[test]
+fn a_qemu_is_refused() {
+    let fixture = fixture_with(Duration::from_secs(3600), Duration::from_secs(3600));
+    let mut qemu = std::process::Command::new("qemu-system-x86_64");
+    qemu.args(["-M", "none", "-nodefaults", "-display", "none", "-qmp", "stdio", "-chardev"]);
+    qemu.arg(format!("socket,id=api,path={}", fixture.socket.display()));
+    qemu.stdin(std::process::Stdio::null()).stdout(std::process::Stdio::piped());
+    let mut qemu = qemu.spawn().expect("these tests need QEMU");
+    // Its greeting comes after it has connected.
+    qemu.stdout.take().unwrap().read_exact(&mut [0]).unwrap();
+    assert_eq!(fixture.request("GET", "/v1/status", "").0, 200);
+    // A client that is silent would keep its slot.
+    wait_for(&fixture, 0);
+    qemu.kill().unwrap();
+    qemu.wait().unwrap();
 }

@@ -158,6 +158,8 @@ impl HandoverListener {
             if pid == expected_pid && has_living_peer(&connection) {
                 return self.take(connection, expected_pid, qemu.as_fd(), deadline, at_most);
             }
+            // It may have sent descriptors, and closing those may take its time.
+            background_close::close(connection);
             let socket = self.path.display();
             tracing::warn!(%socket, pid, qemu = expected_pid, "closed a connection of a process that this socket is not for");
             strangers += 1;
