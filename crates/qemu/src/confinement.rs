@@ -468,11 +468,11 @@ mod tests {
     #[test]
     fn unpacked_program_brings_no_users_files() {
         let beside = |program: &str| beside(Path::new(program)).collect::<Vec<_>>();
-        let folders = beside("/home/me/.local/bin/qemu-system-x86_64");
+        let folders = beside("/users/me/.local/bin/qemu-system-x86_64");
         assert!(
-            folders.contains(&"/home/me/.local/share/qemu".into()) && folders.contains(&"/home/me/.local/lib".into())
+            folders.contains(&"/users/me/.local/share/qemu".into()) && folders.contains(&"/users/me/.local/lib".into())
         );
-        for users in ["/home/me/.local/share/keyrings/login.keyring", "/home/me/.local/libexec/x"] {
+        for users in ["/users/me/.local/share/keyrings/login.keyring", "/users/me/.local/libexec/x"] {
             assert!(!folders.iter().any(|folder| Path::new(users).starts_with(folder)), "{users}");
         }
     }
