@@ -60,6 +60,10 @@ mod tests {
         let held = take_within(&path, Duration::ZERO).unwrap();
         assert_eq!(take_within(&path, Duration::ZERO).unwrap_err().kind(), io::ErrorKind::TimedOut);
         drop(held);
+        let replaced = File::open(&path).unwrap();
+        fs::write(path.with_extension("new"), "0").unwrap();
+        fs::rename(path.with_extension("new"), &path).unwrap();
+        assert!(!is_at(&replaced, &path).unwrap() && is_at(&File::open(&path).unwrap(), &path).unwrap());
         // Each replaces the file with what follows from what it has read, as `set` does.
         let count = || {
             for _ in 0..20 {
