@@ -74,7 +74,7 @@ impl Host {
     }
 
     fn answer(&self, command: &str) -> Result<Output> {
-        self.vm.run_within(command, patience(70)).inspect_err(|_| self.show_processor())
+        self.vm.run_within(command, patience(120)).inspect_err(|_| self.show_processor())
     }
 
     /// Prints the processor's state of a host that does not answer.
@@ -117,7 +117,7 @@ dmesg | tail -n 80"#;
 fn command(tests: &str, temporary: &str) -> String {
     let paths = format!("PATH=/usr/sbin:/usr/bin:/sbin:/bin TMPDIR={temporary} HEARTH_BIN=/hearth/hearth");
     let tests = format!("/hearth/nested --ignored --nocapture --test-threads=1 {tests}");
-    let limit = patience(60).as_secs();
+    let limit = patience(110).as_secs();
     format!(
         "chroot /host /bin/busybox env {paths} {EMULATED}=1 {tests} & tests=$!
         (sleep {limit}; {LOOK}; kill -9 $tests) & watch=$!

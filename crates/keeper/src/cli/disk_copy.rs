@@ -67,12 +67,7 @@ pub fn make(
         Err(error @ CliError::Client(ClientError::Silent { .. })) => return Err(error),
         accepted => accepted.inspect_err(|_| begun.is_over = true)?,
     };
-    let must_go_on = || match interrupts.came() {
-        true => Err(CliError::Machine { name: name.to_owned(), what: "the copy was interrupted".to_owned() }),
-        false => Ok(()),
-    };
-    must_go_on()?;
-    if caller_freezes {
+    if caller_freezes && !interrupts.came() {
         let not_frozen = match FrozenDomain::freeze(name) {
             Ok(domain) => {
                 frozen = Some(domain);
@@ -80,9 +75,15 @@ pub fn make(
             }
             Err(why) => Some(why),
         };
-        must_go_on()?;
-        let take = CopyDiskTake { file: begun.file.clone(), not_frozen };
-        context.ask(name, |client| client.send(&take))?;
+        if !interrupts.came() {
+            let take = CopyDiskTake { file: begun.file.clone(), not_frozen };
+            context.ask(name, |client| client.send(&take))?;
+        }
+    }
+    if interrupts.came() {
+        // The keeper may not have known the copy yet when it was cancelled. It ends like any other: then nothing is left of it.
+        begun.cancel();
+        drop(frozen.take());
     }
     let stream = context.client(name).follow(accepted.since).map_err(|error| context.explained(name, error))?;
     for record in stream {
@@ -118,11 +119,17 @@ struct Begun {
     is_over: bool,
 }
 
+impl Begun {
+    fn cancel(&self) {
+        // A keeper that is gone makes no copy; one that is silent hears of it when it listens again.
+        let _ = self.client.send(&CopyDiskCancel { file: self.file.clone() });
+    }
+}
+
 impl Drop for Begun {
     fn drop(&mut self) {
         if !self.is_over {
-            // A keeper that is gone makes no copy; one that is silent hears of it when it listens again.
-            let _ = self.client.send(&CopyDiskCancel { file: self.file.clone() });
+            self.cancel();
         }
     }
 }
