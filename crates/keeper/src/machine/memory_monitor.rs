@@ -16,6 +16,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use hearth_disk::boot_set::BootSet;
+use hearth_memory::PAGE_BYTES;
 use hearth_recovery::admission::Admission;
 use hearth_recovery::budget::{Budget, Growth, Usage};
 use hearth_recovery::ember::Ember;
@@ -272,17 +273,17 @@ impl<'a> Round<'a> {
         // What is settled after the reading is room enough for a leap.
         let may_leap = living.is_some() && self.reading.is_none();
         let to_trim = self.shared.budget().to_trim(self.promised(usage), Growth { bytes: growth, since, may_leap });
+        if self.map_costs_too_much(to_trim) {
+            return self.look();
+        }
         let trimmed = if to_trim > 0 { self.shared.ember.trim(to_trim)? } else { 0 };
         self.trimmed_bytes += trimmed;
         let guest_waits = self.review_admission();
-        if let Some(reading) = &self.reading {
-            // What a dump holds would not be released either.
-            let is_spared_alone = self.shared.ember.wants_spared() || !self.shared.ember.is_held();
-            let counts = self.shared.ember.counts();
-            let costs_blocks = counts.trimmed > counts.kept / BLOCKS_FOR_MAP;
-            if is_spared_alone && (trimmed < to_trim || guest_waits || costs_blocks) {
-                reading.give_up("the next guest needs the memory");
-            }
+        if let Some(reading) = &self.reading
+            && self.is_spared_alone()
+            && (trimmed < to_trim || guest_waits)
+        {
+            reading.give_up("the next guest needs the memory");
         }
         self.warn_if_over(usage);
         self.report_ember(usage.ember_bytes == 0);
@@ -297,6 +298,22 @@ impl<'a> Round<'a> {
             self.shared.ember.assay(ASSAY_PAGES);
         }
         Ok(())
+    }
+
+    /// Whether memory stays only because a cache map is being read. What a dump holds would not be released either.
+    fn is_spared_alone(&self) -> bool {
+        self.shared.ember.wants_spared() || !self.shared.ember.is_held()
+    }
+
+    /// Gives up the reading of a cache map if it would cost too many blocks to trim `to_trim` bytes meanwhile. Returns whether it did.
+    fn map_costs_too_much(&self, to_trim: u64) -> bool {
+        let Some(reading) = self.reading.as_ref().filter(|reading| !reading.is_given_up()) else { return false };
+        let counts = self.shared.ember.counts();
+        let gives_up = self.is_spared_alone() && counts.trimmed + to_trim / PAGE_BYTES > counts.kept / BLOCKS_FOR_MAP;
+        if gives_up {
+            reading.give_up("the next guest needs the memory");
+        }
+        gives_up
     }
 
     /// What the memory files hold, and the number of the living incarnation.
@@ -345,19 +362,24 @@ impl<'a> Round<'a> {
     /// Settles when that was asked for, but not before the cache map was read: that needs the memory of the dead kernel, which
     /// settling releases. The map is read on a thread, because the budget must be kept meanwhile.
     fn settle_if_wanted(&mut self) -> Result<Option<MemoryMessage>, hearth_memory::MemoryError> {
-        if self.reading.as_ref().is_some_and(|reading| !reading.is_over()) {
-            return Ok(None);
-        }
-        if let Some(message) = self.reading.take().and_then(Reading::end) {
+        if self.reading.as_ref().is_some_and(Reading::is_over)
+            && let Some(message) = self.reading.take().and_then(Reading::end)
+        {
             (self.tell)(message);
         }
-        if self.shared.settle_wanted.swap(false, Relaxed) {
+        if self.reading.is_none() && self.shared.settle_wanted.swap(false, Relaxed) {
             self.settles = true;
             self.reading = self.shared.cache_map.as_ref().and_then(|file| Reading::begin(file, &self.shared.ember));
         }
-        if !self.settles || self.reading.is_some() {
+        let given_up = match &self.reading {
+            Some(reading) if !reading.is_given_up() => return Ok(None),
+            reading => reading.as_ref().map(|reading| reading.incarnation),
+        };
+        if !self.settles {
             return Ok(None);
         }
+        // Its thread may take long to end on a busy host.
+        given_up.into_iter().for_each(|incarnation| self.shared.ember.spare_no_more(incarnation));
         self.settles = false;
         self.settle().map(Some)
     }
@@ -436,7 +458,6 @@ mod tests {
     use hearth_disk::block::{BLOCK_BYTES, DiskId, RamPage};
     use hearth_disk::tag::Tagger;
     use hearth_disk::warm::{AfterServing, WarmSource};
-    use hearth_memory::PAGE_BYTES;
     use hearth_recovery::warm_reboot::cache_map::GiveUp;
 
     use super::*;
@@ -598,7 +619,7 @@ mod tests {
             Err("given up".to_owned())
         };
         let mut round = Round::new(&shared, &|_| {});
-        round.reading = Reading::start(Duration::from_secs(3600), give_up.clone(), read);
+        round.reading = Reading::start(1, Duration::from_secs(3600), give_up.clone(), read);
         round.settles = true;
         round.look().unwrap();
         assert_eq!(ember.counts().trimmed, 0, "no room is made for a leap");

@@ -72,11 +72,7 @@ impl Spared {
 
 impl Drop for Spared {
     fn drop(&mut self) {
-        let mut spared = lock(&self.ember.spared);
-        if let Some(at) = spared.iter().position(|incarnation| *incarnation == self.incarnation) {
-            spared.swap_remove(at);
-        }
-        self.ember.wants_spared.store(false, Relaxed);
+        self.ember.spare_no_more(self.incarnation);
     }
 }
 
@@ -214,6 +210,12 @@ impl Ember {
     fn unsettled(&self) -> Option<Claims> {
         let sources = lock(&self.sources);
         sources.iter().find(|source| !source.is_settled() && !self.is_spared(source.incarnation)).map(Source::claims)
+    }
+
+    /// Ends the sparing of an incarnation before its `Spared` is dropped.
+    pub fn spare_no_more(&self, incarnation: u32) {
+        lock(&self.spared).retain(|spared| *spared != incarnation);
+        self.wants_spared.store(false, Relaxed);
     }
 
     fn is_spared(&self, incarnation: u32) -> bool {

@@ -24,6 +24,8 @@ const END_LOOK_EVERY: Duration = Duration::from_millis(5);
 
 /// A map that a thread is reading.
 pub struct Reading {
+    /// Of this dead guest.
+    pub incarnation: u32,
     thread: JoinHandle<MemoryMessage>,
     give_up: Arc<GiveUp>,
     began: Instant,
@@ -42,7 +44,7 @@ impl Reading {
     pub fn begin_of(file: &Arc<CacheMapFile>, ram: Arc<RamFile>, ledger: Arc<Mutex<Ledger>>) -> Option<Self> {
         let awaited = file.awaited().clone()?;
         let (of_thread, patience, give_up) = (file.clone(), patience(&ram), awaited.give_up.clone());
-        let begun = Self::start(patience, give_up, move || {
+        let begun = Self::start(awaited.incarnation, patience, give_up, move || {
             let map = of_thread.map_of(ram, &ledger, &awaited);
             of_thread.finish(&awaited, map)
         });
@@ -60,7 +62,7 @@ impl Reading {
         ember: Arc<Ember>,
     ) -> Option<Self> {
         let (number, ram, ledger) = (dead.number, dead.ram.clone(), dead.ledger.clone()?);
-        Self::start(patience(&ram), awaited.give_up.clone(), move || {
+        Self::start(number, patience(&ram), awaited.give_up.clone(), move || {
             let map = file.map_of(ram, &ledger, &awaited);
             // No settling follows at a stop: what a dump has written meanwhile is released now.
             drop(awaited);
@@ -75,6 +77,7 @@ impl Reading {
 
     /// Begins to read a map that is made like this. It is given up when it takes longer than `patience`.
     pub fn start(
+        incarnation: u32,
         patience: Duration,
         give_up: Arc<GiveUp>,
         read: impl FnOnce() -> Result<CacheMap, String> + Send + 'static,
@@ -88,7 +91,7 @@ impl Reading {
         };
         let thread = std::thread::Builder::new().name("cache-map".to_owned()).spawn(timed);
         let failed = |error| tracing::warn!(%error, "cannot start the thread that reads the cache map");
-        Some(Self { thread: thread.map_err(failed).ok()?, give_up, began, patience })
+        Some(Self { incarnation, thread: thread.map_err(failed).ok()?, give_up, began, patience })
     }
 
     /// Whether it is over. One that takes too long is given up, and soon is.
@@ -97,6 +100,11 @@ impl Reading {
             self.give_up("it took too long");
         }
         self.thread.is_finished()
+    }
+
+    /// Whether it ends without a map: what it still reads does not count.
+    pub fn is_given_up(&self) -> bool {
+        self.give_up.why().is_some()
     }
 
     /// Ends it soon, without a map.
