@@ -9,14 +9,13 @@ use std::ffi::OsString;
 use std::fs::{self, File};
 use std::io::{self, Read, Write};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
-use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use hearth_memory::{Durability, replace_file};
 use hearth_qemu::kill_stray;
 use rustix::fs::{FlockOperation, flock};
 
-use super::CliError;
+use super::{CliError, file_lock};
 use crate::config::{Config, FoldersConfig};
 use crate::folders::{memory_owner, own_user};
 use crate::runtime_root::RuntimeRoot;
@@ -71,7 +70,7 @@ pub fn remove_leftovers(root: &RuntimeRoot) {
 fn dead(note: &Path) -> io::Result<(PathBuf, File)> {
     let mut file = File::open(note)?;
     flock(&file, FlockOperation::NonBlockingLockExclusive)?;
-    if fs::metadata(note)?.ino() != file.metadata()?.ino() {
+    if !file_lock::is_at(&file, note)? {
         // The note was replaced before it was locked here.
         return Err(io::ErrorKind::NotFound.into());
     }

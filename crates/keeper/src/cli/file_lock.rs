@@ -41,7 +41,8 @@ fn take_within(path: &Path, patience: Duration) -> io::Result<File> {
     }
 }
 
-fn is_at(file: &File, path: &Path) -> io::Result<bool> {
+/// Whether this is the file at the path, and not one that was replaced before it was locked.
+pub fn is_at(file: &File, path: &Path) -> io::Result<bool> {
     let (held, there) = (file.metadata()?, fs::metadata(path)?);
     Ok((held.dev(), held.ino()) == (there.dev(), there.ino()))
 }

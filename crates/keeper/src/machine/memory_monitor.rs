@@ -271,7 +271,7 @@ impl<'a> Round<'a> {
         // processor in between, a slow guest must not be mistaken for a fast one.
         let since = std::mem::replace(&mut self.looked, looked).elapsed();
         // What is settled after the reading is room enough for a leap.
-        let may_leap = living.is_some() && self.reading.is_none();
+        let may_leap = living.is_some() && self.being_read().is_none();
         let to_trim = self.shared.budget().to_trim(self.promised(usage), Growth { bytes: growth, since, may_leap });
         if self.map_costs_too_much(to_trim) {
             return self.look();
@@ -300,6 +300,11 @@ impl<'a> Round<'a> {
         Ok(())
     }
 
+    /// The reading of a cache map, unless it was given up.
+    fn being_read(&self) -> Option<&Reading> {
+        self.reading.as_ref().filter(|reading| !reading.is_given_up())
+    }
+
     /// Whether memory stays only because a cache map is being read. What a dump holds would not be released either.
     fn is_spared_alone(&self) -> bool {
         self.shared.ember.wants_spared() || !self.shared.ember.is_held()
@@ -307,7 +312,7 @@ impl<'a> Round<'a> {
 
     /// Gives up the reading of a cache map if it would cost too many blocks to trim `to_trim` bytes meanwhile. Returns whether it did.
     fn map_costs_too_much(&self, to_trim: u64) -> bool {
-        let Some(reading) = self.reading.as_ref().filter(|reading| !reading.is_given_up()) else { return false };
+        let Some(reading) = self.being_read() else { return false };
         let counts = self.shared.ember.counts();
         let gives_up = self.is_spared_alone() && counts.trimmed + to_trim / PAGE_BYTES > counts.kept / BLOCKS_FOR_MAP;
         if gives_up {
@@ -371,15 +376,13 @@ impl<'a> Round<'a> {
             self.settles = true;
             self.reading = self.shared.cache_map.as_ref().and_then(|file| Reading::begin(file, &self.shared.ember));
         }
-        let given_up = match &self.reading {
-            Some(reading) if !reading.is_given_up() => return Ok(None),
-            reading => reading.as_ref().map(|reading| reading.incarnation),
-        };
-        if !self.settles {
+        if !self.settles || self.being_read().is_some() {
             return Ok(None);
         }
-        // Its thread may take long to end on a busy host.
-        given_up.into_iter().for_each(|incarnation| self.shared.ember.spare_no_more(incarnation));
+        // One that was given up: its thread may take long to end on a busy host.
+        if let Some(reading) = &self.reading {
+            self.shared.ember.spare_no_more(reading.incarnation);
+        }
         self.settles = false;
         self.settle().map(Some)
     }

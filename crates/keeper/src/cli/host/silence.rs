@@ -50,8 +50,9 @@ impl Silences {
         let (virsh, client) = (Virsh::system(), Client::new(root.api_socket(domain)));
         let silent_under = || client.status().ok().filter(is_silent).map(|status| status.keeper.pid);
         let uses_disks = || client.status().is_ok_and(|status| uses_disks(&status));
-        let note = root.machine(domain).join(NOTE);
-        if note.exists() && resume(&virsh, domain, &note)? {
+        let folder = root.machine(domain);
+        let note = folder.join(NOTE);
+        if is_noted(&folder) && resume(&virsh, domain, &note)? {
             tracing::warn!(domain, "resumed, because it was suspended for a moment only");
             return await_outcome(&virsh, domain, uses_disks);
         }

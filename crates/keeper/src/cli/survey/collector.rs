@@ -167,12 +167,9 @@ impl Known {
     fn shown(&self, name: &str, attached: bool) -> Machine {
         let unseen = || Listed {
             name: name.to_owned(),
-            status: None,
             why: Some("the keeper has not answered yet".to_owned()),
-            orphaned: false,
-            parked: None,
-            failure: None,
             silent: true,
+            ..Listed::default()
         };
         let listed = self.listed.clone().unwrap_or_else(unseen);
         let is_late = self.silent || self.looking_since.is_some();

@@ -32,7 +32,7 @@ use crate::runtime_root::RuntimeRoot;
 const PATIENCE: Duration = Duration::from_secs(2);
 
 /// One machine, as it was found.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Default, Serialize)]
 pub struct Listed {
     pub name: String,
     /// None: no keeper answers.
@@ -100,15 +100,7 @@ pub fn look_at_all(root: &RuntimeRoot) -> Vec<Listed> {
 /// Asks a machine's keeper for its status, and looks at its files if there is no answer.
 pub fn look(root: &RuntimeRoot, record: Option<&Record>, name: String) -> Listed {
     match Client::new(root.api_socket(&name)).with_patience(PATIENCE).status() {
-        Ok(status) => Listed {
-            name,
-            status: Some(status),
-            why: None,
-            orphaned: false,
-            parked: None,
-            failure: None,
-            silent: false,
-        },
+        Ok(status) => Listed { name, status: Some(status), ..Listed::default() },
         Err(error) => {
             let folder = root.machine(&name);
             let orphaned = life::orphaned_qemu(&folder).is_some();

@@ -128,15 +128,7 @@ mod tests {
     fn machine(change: impl FnOnce(&mut MachineStatus)) -> Machine {
         let mut status = sample::healthy();
         change(&mut status);
-        let listed = Listed {
-            name: "web".to_owned(),
-            status: Some(status),
-            why: None,
-            orphaned: false,
-            parked: None,
-            failure: None,
-            silent: false,
-        };
+        let listed = Listed { name: "web".to_owned(), status: Some(status), ..Listed::default() };
         let (events, snapshots) = (Vec::new(), Vec::new());
         Machine { listed, silent_for: None, attached: false, rates: BTreeMap::new(), events, snapshots }
     }
