@@ -10,8 +10,6 @@ use hearth_api::{
 };
 use serde::de::DeserializeOwned;
 
-use crate::unix_socket;
-
 /// Longer than the keeper waits for its machine, so that the keeper reports a timeout first.
 const ANSWER_PATIENCE: Duration = Duration::from_secs(40);
 /// Four heartbeats of the keeper.
@@ -118,7 +116,7 @@ impl Client {
         body: &str,
     ) -> Result<(u16, BufReader<UnixStream>), ClientError> {
         let route = Route::of(route);
-        let connected = unix_socket::connect(&self.socket, self.patience);
+        let connected = hearth_qemu::connect_within(&self.socket, self.patience);
         let mut stream = connected.map_err(|source| self.no_connection(source))?;
         stream.set_read_timeout(Some(self.patience)).map_err(|source| self.silent(source))?;
         stream.set_write_timeout(Some(self.patience)).map_err(|source| self.silent(source))?;

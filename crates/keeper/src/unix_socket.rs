@@ -1,4 +1,4 @@
-//! Unix sockets: listening on one that nobody else may open, and connecting to one without an endless wait.
+//! Listening on a unix socket that nobody else may open.
 //!
 //! The mode is set between `bind` and `listen`. Until then every connection is refused, so the socket is never open to
 //! others. (A umask would do the same, but affects the whole process.)
@@ -6,12 +6,9 @@
 use std::fs::{self, Permissions};
 use std::io;
 use std::os::unix::fs::PermissionsExt;
-use std::os::unix::net::{UnixListener, UnixStream};
+use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
 
-use rustix::fd::OwnedFd;
-use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
 /// `sockaddr_un` holds 108 bytes, the last of which is a zero.
@@ -41,29 +38,20 @@ fn try_listen(path: &Path) -> io::Result<UnixListener> {
         Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
         _ => {}
     }
-    let socket = make()?;
+    let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
     rustix::net::bind(&socket, &SocketAddrUnix::new(path)?)?;
     fs::set_permissions(path, Permissions::from_mode(0o600))?;
     rustix::net::listen(&socket, BACKLOG)?;
     Ok(UnixListener::from(socket))
 }
 
-/// Connects, or fails with `WouldBlock` after `patience`. A process that stands still keeps the connections of callers that have given
-/// up in its backlog, and a full backlog holds the next caller.
-pub fn connect(path: &Path, patience: Duration) -> io::Result<UnixStream> {
-    let socket = make()?;
-    set_socket_timeout(&socket, Timeout::Send, Some(patience))?;
-    rustix::net::connect(&socket, &SocketAddrUnix::new(path)?)?;
-    set_socket_timeout(&socket, Timeout::Send, None)?;
-    Ok(UnixStream::from(socket))
-}
-
-fn make() -> io::Result<OwnedFd> {
-    Ok(rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?)
-}
-
 #[cfg(test)]
 mod tests {
+    use std::os::unix::net::UnixStream;
+    use std::time::Duration;
+
+    use hearth_qemu::connect_within;
+
     use super::*;
 
     #[test]
@@ -83,7 +71,7 @@ mod tests {
         let path = folder.path().join("api.sock");
         let _standing_still = listen(&path).unwrap();
         let patience = Duration::from_millis(20);
-        let refused = (0..=BACKLOG + 1).find_map(|_| connect(&path, patience).err());
+        let refused = (0..=BACKLOG + 1).find_map(|_| connect_within(&path, patience).err());
         assert_eq!(refused.unwrap().kind(), io::ErrorKind::WouldBlock);
     }
 

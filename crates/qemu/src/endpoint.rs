@@ -6,7 +6,7 @@
 
 use std::io;
 use std::os::unix::net::UnixStream;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -29,20 +29,25 @@ pub struct Endpoint {
     pub qemu: Option<ProcessId>,
 }
 
+/// Connects to the socket at `path`, or fails with `WouldBlock` after `patience`. A process that stands still keeps the connections of
+/// callers that have given up in its backlog, and a full backlog holds the next caller.
+pub fn connect_within(path: &Path, patience: Duration) -> io::Result<UnixStream> {
+    let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
+    set_socket_timeout(&socket, Timeout::Send, Some(patience))?;
+    rustix::net::connect(&socket, &SocketAddrUnix::new(path)?)?;
+    set_socket_timeout(&socket, Timeout::Send, None)?;
+    Ok(UnixStream::from(socket))
+}
+
 impl Endpoint {
     /// An endpoint that accepts any listener.
     pub fn unchecked(socket: impl Into<PathBuf>) -> Self {
         Self { socket: socket.into(), qemu: None }
     }
 
-    /// Connects. Fails if another process listens, and with `WouldBlock` after `patience`: a QEMU that stands still keeps abandoned
-    /// connections in its backlog, and a full backlog holds the next caller.
+    /// Connects as `connect_within`. Fails if another process listens.
     pub fn connect(&self, patience: Duration) -> io::Result<Stream> {
-        let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
-        set_socket_timeout(&socket, Timeout::Send, Some(patience))?;
-        rustix::net::connect(&socket, &SocketAddrUnix::new(&self.socket)?)?;
-        set_socket_timeout(&socket, Timeout::Send, None)?;
-        let stream = Stream::from(UnixStream::from(socket));
+        let stream = Stream::from(connect_within(&self.socket, patience)?);
         self.check(&stream)?;
         Ok(stream)
     }

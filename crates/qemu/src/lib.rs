@@ -29,7 +29,7 @@ mod transcript;
 pub use accelerator::{Accelerator, AcceleratorChoice, Wanted};
 pub use binary::{Binary, BinaryError, VERSION_MIN, Version};
 pub use confinement::kernel_has_landlock;
-pub use endpoint::Endpoint;
+pub use endpoint::{Endpoint, connect_within};
 pub use footprint::Footprint;
 pub use launch::Launch;
 pub use machine_type::{EARLIER_MACHINE_TYPE, Hardware, MachineType, MachineTypes, is_versioned};

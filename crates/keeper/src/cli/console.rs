@@ -10,7 +10,6 @@ use rustix::termios::{OptionalActions, Termios, isatty, tcgetattr, tcsetattr};
 
 use super::{CliError, Context, Exit};
 use crate::client::ClientError;
-use crate::unix_socket;
 
 /// Ctrl-], as in telnet and virsh.
 const DETACH: u8 = 0x1d;
@@ -19,7 +18,7 @@ const PATIENCE: Duration = Duration::from_secs(10);
 
 pub fn connect(context: &mut Context<'_>, name: &str) -> Result<Exit, CliError> {
     let path = context.root.console_socket(name);
-    let mut socket = match unix_socket::connect(&path, PATIENCE) {
+    let mut socket = match hearth_qemu::connect_within(&path, PATIENCE) {
         Ok(socket) => socket,
         Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused) => {
             return Err(context.not_running(name));
