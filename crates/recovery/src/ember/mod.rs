@@ -72,7 +72,11 @@ impl Spared {
 
 impl Drop for Spared {
     fn drop(&mut self) {
-        self.ember.spare_no_more(self.incarnation);
+        let mut spared = lock(&self.ember.spared);
+        if let Some(at) = spared.iter().position(|incarnation| *incarnation == self.incarnation) {
+            spared.swap_remove(at);
+        }
+        self.ember.wants_spared.store(false, Relaxed);
     }
 }
 
@@ -212,7 +216,7 @@ impl Ember {
         sources.iter().find(|source| !source.is_settled() && !self.is_spared(source.incarnation)).map(Source::claims)
     }
 
-    /// Ends the sparing of an incarnation before its `Spared` is dropped.
+    /// Ends the sparing of an incarnation before all its `Spared` are dropped.
     pub fn spare_no_more(&self, incarnation: u32) {
         lock(&self.spared).retain(|spared| *spared != incarnation);
         self.wants_spared.store(false, Relaxed);

@@ -300,6 +300,22 @@ fn what_is_spared_is_released_afterwards() {
 }
 
 #[test]
+fn sparing_ends_before_its_reader_does() {
+    let folder = Folder::new();
+    let (ember, hold) = banked_held(&folder);
+    let ember = Arc::new(ember);
+    let readers = [1, 1].map(|number| Spared::new(&ember, number));
+    hold.end();
+    assert_eq!(ember.settle().unwrap(), 0);
+    ember.spare_no_more(1);
+    assert_eq!(ember.settle().unwrap(), u64::from(PAGES) / 2 * PAGE_BYTES);
+    let next = Spared::new(&ember, 2);
+    drop(readers);
+    assert_eq!(*lock(&ember.spared), [2], "they end only what they began");
+    drop(next);
+}
+
+#[test]
 fn ledger_of_the_last_guest_is_all_that_is_left() {
     let folder = Folder::new();
     let ember = folder.ember();
