@@ -119,7 +119,8 @@ impl LibvirtVm {
         let listener = at("listen on", &socket, UnixListener::bind(&socket))?;
         open_to_all(&socket)?;
         let guest = Guest::open(name, Line::Listen(listener))?;
-        let inside = Mutex::new(begin(folder.path(), &artifacts::hearth()?)?);
+        let as_root = !domain.disks.iter().all(|disk| all_may_enter_folder_of(disk.image));
+        let inside = Mutex::new(begin(folder.path(), &artifacts::hearth()?, as_root)?);
         let (name, boots) = (name.to_owned(), Mutex::new(0));
         let vm = Self { name, guest, inside, folder, boots, _slot: slot };
         vm.wait_libvirt()?;
@@ -406,7 +407,11 @@ impl LibvirtVm {
     }
 
     fn wait_libvirt(&self) -> Result<()> {
-        self.wait_until("libvirt", || Ok(self.command(&["virsh", "-q", "list"], "")?.status.success()))
+        // Until the host's libvirt is hidden, it would answer.
+        let started = self.folder.path().join("libvirtd.pid");
+        self.wait_until("libvirt", || {
+            Ok(started.exists() && self.command(&["virsh", "-q", "list"], "")?.status.success())
+        })
     }
 
     fn inside(&self) -> std::sync::MutexGuard<'_, Child> {
@@ -449,17 +454,18 @@ impl Drop for LibvirtVm {
     }
 }
 
-/// Makes the namespaces, and starts libvirt in them.
-fn begin(folder: &Path, hearth: &Path) -> Result<Child> {
+/// Makes the namespaces, and starts libvirt in them. `as_root`: QEMU runs as root.
+fn begin(folder: &Path, hearth: &Path, as_root: bool) -> Result<Child> {
     for path in PRIVATE {
         at("create", Path::new(path), std::fs::create_dir_all(path))?;
     }
     let mounts: String = PRIVATE.iter().map(|path| format!("mount -t tmpfs -o mode=0755 tmpfs {path}\n")).collect();
     let (folder, hearth) = (folder.display(), hearth.display());
+    let user = if as_root { "echo 'user = \"root\"' >/etc/libvirt/qemu.conf\n" } else { "" };
     // Hooks are found only when libvirt starts. systemd would start keepers outside.
     let script = format!(
         "set -e\n{DEVICES}{mounts}[ ! -d /run/systemd ] || mount -t tmpfs tmpfs /run/systemd\n\
-         mkdir -p /var/lib/libvirt/qemu /var/log/libvirt/qemu /etc/libvirt/hooks/qemu.d\n\
+         mkdir -p /var/lib/libvirt/qemu /var/log/libvirt/qemu /etc/libvirt/hooks/qemu.d\n{user}\
          printf '#!/bin/sh\\nexec {hearth} hook \"$@\"\\n' >/etc/libvirt/hooks/qemu.d/hearth\n\
          chmod 755 /etc/libvirt/hooks/qemu.d/hearth\n\
          exec </dev/null >{folder}/daemons.log 2>&1\n\
@@ -471,6 +477,12 @@ fn begin(folder: &Path, hearth: &Path) -> Result<Child> {
     let unshare = ["--mount", "--pid", "--fork", "--kill-child", "--mount-proc", "--propagation", "private"];
     let started = Command::new("unshare").args(unshare).args(["sh", "-c", &script]).spawn();
     started.map_err(|source| Error::Start { program: "unshare".into(), source })
+}
+
+/// Whether every user may enter the folder of this file: root's home, and those of many users, are closed to others.
+fn all_may_enter_folder_of(file: &Path) -> bool {
+    let mut folders = file.ancestors().skip(1).filter(|folder| !folder.as_os_str().is_empty());
+    folders.all(|folder| folder.metadata().is_ok_and(|metadata| metadata.permissions().mode() & 0o001 != 0))
 }
 
 fn open_to_all(path: &Path) -> Result<()> {
