@@ -241,6 +241,19 @@ fn unusable_disk_is_named_if_qemu_must_stay() -> Result<()> {
 
 /// A new keeper takes over a panicked guest that waits for the operator.
 #[test]
+fn disk_in_which_the_guest_wrote_a_qcow2_header_is_taken_over() -> Result<()> {
+    let vm = TestVm::busybox("header").memory_mib(128).disk(Disk::empty(8)).boot()?;
+    vm.sh(r"printf 'QFI\373' | dd of=/dev/vda bs=4 conv=fsync 2>/dev/null")?;
+    take_over(&vm)?;
+    assert_eq!(vm.sh("dd if=/dev/vda bs=3 count=1 2>/dev/null")?, "QFI");
+    vm.reboot_forced()?;
+    vm.wait_incarnation(2)?;
+    vm.stop_at_once()?;
+    vm.restart_keeper()?;
+    vm.wait_running().map(drop)
+}
+
+#[test]
 fn paused_guest_is_taken_over_and_reboots_warm() -> Result<()> {
     let disk = Disk::ext4(64).with_files([File::pattern("kept.bin", 8 << 20, 3)]);
     let vm = TestVm::busybox("paused").setting("on_panic", "pause").disk(disk).boot()?;

@@ -94,7 +94,7 @@ pub enum ImageError {
     #[error("disk image {path} is empty; make one with qemu-img create")]
     Empty { path: PathBuf },
     #[error(
-        "disk image {path} looks like qcow2; set format = \"qcow2\", or format = \"raw\" to serve its bytes as they are"
+        "disk image {path} begins like qcow2; set format = \"raw\" if a guest has used it as a raw disk and may have written that, or format = \"qcow2\" if it was made so"
     )]
     FormatNotNamed { path: PathBuf },
     #[error("disk image {path} is in use by {holder}")]

@@ -19,8 +19,9 @@ pub fn check(config: &Config, life: Life, purpose: Purpose, problems: &mut Vec<P
     let waits = purpose == Purpose::Run && life != Life::Kept;
     let lock_patience = if waits { LOCK_PATIENCE } else { Duration::ZERO };
     let owner = lock_owner(&config.folders.runtime).map(|owner| owner.with_living_qemu(life == Life::Orphaned));
+    let has_run = life != Life::None || purpose == Purpose::TakeOver;
     for disk in &config.devices.disks {
-        match Image::open(&ImageOptions { owner, ..options(disk, lock_patience) }) {
+        match Image::open(&ImageOptions { owner, ..options(disk, has_run, lock_patience) }) {
             Ok(_) => {}
             Err(ImageError::InUse { .. }) if life == Life::Kept => {}
             Err(error) => problems.push(problem(disk, &error)),
@@ -28,10 +29,12 @@ pub fn check(config: &Config, life: Life, purpose: Purpose, problems: &mut Vec<P
     }
 }
 
-fn options(disk: &DiskConfig, lock_patience: Duration) -> ImageOptions {
+/// `has_run`: a guest uses the disk as it is configured.
+fn options(disk: &DiskConfig, has_run: bool, lock_patience: Duration) -> ImageOptions {
     let format = match disk.format {
-        // A raw image is opened as "unknown", so that a qcow2 image whose format was forgotten is noticed.
-        DiskFormat::Raw => Format::Auto,
+        // A qcow2 image whose format was forgotten is noticed. Where that is not possible, the guest has written what looks like one.
+        DiskFormat::Raw if !disk.is_format_named && !has_run => Format::Auto,
+        DiskFormat::Raw => Format::Raw,
         DiskFormat::Qcow2 => Format::Qcow2,
     };
     ImageOptions {

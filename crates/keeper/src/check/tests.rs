@@ -147,14 +147,17 @@ fn image_in_use_names_its_user() {
 }
 
 #[test]
-fn qcow2_image_configured_as_raw_is_reported() {
+fn qcow2_image_whose_format_was_forgotten_is_reported() {
     let fixture = fixture();
     let mut image = vec![0; 1 << 20];
     image[..4].copy_from_slice(b"QFI\xfb");
     fs::write(fixture.path("root.img"), image).unwrap();
     fixture.check(GOOD, &[
-        "error: disk disk0: disk image root.img looks like qcow2; set format = \"qcow2\", or format = \"raw\" to serve its bytes as they are",
+        "error: disk disk0: disk image root.img begins like qcow2; set format = \"raw\" if a guest has used it as a raw disk and may have written that, or format = \"qcow2\" if it was made so",
     ]);
+    fixture.check(&format!("{GOOD}format = \"raw\"\n"), &[]);
+    let problems = fixture.problems(GOOD, Purpose::TakeOver);
+    assert!(!problems.iter().any(|problem| problem.contains("qcow2")), "a guest has written it: {problems:?}");
 }
 
 #[test]

@@ -309,6 +309,9 @@ pub struct DiskConfig {
     pub name: String,
     pub path: PathBuf,
     pub format: DiskFormat,
+    /// Whether the file names the format, rather than leaving it to be raw.
+    #[serde(skip)]
+    pub is_format_named: bool,
     pub read_only: bool,
     /// Serial number shown to the guest; at most 20 bytes.
     pub serial: String,

@@ -197,6 +197,7 @@ fn everything_that_can_be_said_is_understood() {
             name: "disk0".into(),
             path: "/images/a.qcow2".into(),
             format: DiskFormat::Qcow2,
+            is_format_named: true,
             read_only: true,
             serial: "S1".into(),
             queues: 2,

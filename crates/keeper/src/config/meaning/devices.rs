@@ -125,6 +125,7 @@ impl Resolver<'_> {
             name,
             path: self.path(&path?),
             format: if typed.format.as_deref() == Some("qcow2") { DiskFormat::Qcow2 } else { DiskFormat::Raw },
+            is_format_named: typed.format.is_some(),
             read_only: typed.read_only.unwrap_or(false),
             serial,
             queues: typed.queues.unwrap_or(1),
