@@ -193,7 +193,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         // Ten times what docs/operations.md says.
         for (unit, exposure, text) in [
-            ("hearth@web.service", 55, include_str!("../../packaging/hearth@.service")),
+            ("hearth@web.service", 47, include_str!("../../packaging/hearth@.service")),
             ("hearth-host.service", 25, include_str!("../../packaging/hearth-host.service")),
         ] {
             let file = folder.path().join(unit);

@@ -877,9 +877,10 @@ fn the_systemd_unit_gives_up_only_a_wrong_file() {
     assert_eq!(all_of("OOMPolicy"), ["continue"]);
 }
 
-/// A start that systemd ends, or no longer tries, powers a parked guest off, or leaves it where it is.
+/// A start that systemd ends, or no longer tries, powers a parked guest off, or leaves it where it is. A keeper that systemd stops
+/// before libvirt has shut its domains down leaves these without disks.
 #[test]
-fn the_systemd_units_wait_for_parked_guests() {
+fn the_systemd_units_wait_for_guests() {
     let check = |unit: &str, words: &[&str]| {
         for word in words {
             assert!(unit.lines().any(|line| line == *word), "{word}: {unit}");
@@ -887,7 +888,7 @@ fn the_systemd_units_wait_for_parked_guests() {
     };
     let machine = include_str!("../../../../packaging/hearth@.service");
     let after = "After=network-online.target local-fs.target remote-fs.target";
-    check(machine, &["TimeoutStartSec=infinity", "StartLimitIntervalSec=0", after]);
+    check(machine, &["TimeoutStartSec=infinity", "StartLimitIntervalSec=0", after, "Before=libvirt-guests.service"]);
     let all = include_str!("../../../../packaging/hearth-host-reload.service");
     check(all, &["Restart=on-failure", "StartLimitIntervalSec=0"]);
 }

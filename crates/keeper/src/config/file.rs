@@ -50,7 +50,7 @@ fields! {
         owner: String = Host, WithNextStart, Choice(OWNERS), "`hearth`", r#""libvirt""#,
             "Who starts and ends QEMU. `libvirt`: the machine is the domain of this name; `hearth attach` writes the file. \
              It then has no other keys than `name`, `memory`, `keep_memory`, `ember`, `refill`, `on_panic`, \
-             `budget_slack`, `runtime_folder`, `memory_folder`, `[crash]`, `[remount]`, `[object_store]` and `[[disks]]`: \
+             `budget_slack`, `memory_folder`, `[crash]`, `[remount]`, `[object_store]` and `[[disks]]`: \
              libvirt's definition has the rest.";
         memory: String = Guest, WithNextGuest, Size, "", r#""2GiB""#,
             "Guest RAM: a multiple of 2 MiB, from 32MiB to 16TiB.";

@@ -435,6 +435,11 @@ fn domain_of_libvirt_has_only_its_own_keys() {
         [format!("error: admission: {hint}"), format!("error: cpus: {hint}")]
     );
     assert_eq!(refused("[watchdog]"), [format!("error: watchdog: {hint}")]);
+    assert_eq!(
+        refused("runtime_folder = \"/r\""),
+        [format!("error: runtime_folder: {hint}")],
+        "its sockets are in its definition"
+    );
     assert!(refused("on_panic = \"dump\"")[0].contains("use \"pause\""));
     let config = of_domain("on_panic = \"pause\"\ncrash.level = 1").unwrap();
     assert_eq!((config.on_panic, config.crash.level), (OnPanic::Pause, 1));

@@ -36,7 +36,7 @@ const NAME_BYTES_MAX: usize = 32;
 const DEFAULT_SLACK: &str = "3%";
 const DEFAULT_KEEP_MEMORY: &str = "10m";
 /// What the file of a domain of libvirt may have.
-const OF_DOMAIN: [&str; 14] = [
+const OF_DOMAIN: [&str; 13] = [
     "name",
     "owner",
     "memory",
@@ -45,7 +45,6 @@ const OF_DOMAIN: [&str; 14] = [
     "refill",
     "on_panic",
     "budget_slack",
-    "runtime_folder",
     "memory_folder",
     "crash",
     "disks",
