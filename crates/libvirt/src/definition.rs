@@ -19,6 +19,11 @@ pub const QUEUES_MAX: u16 = 16;
 const SERIAL_BYTES_MAX: usize = 20;
 const SECTOR_BYTES: &str = "512";
 const PRESERVE: &str = "preserve";
+const RESTART: &str = "restart";
+/// What `attach` changes in `<memoryBacking>`.
+const SHARED: [&str; 2] = ["source", "access"];
+/// The model of the panic device that `attach` adds.
+const PANIC: &str = "isa";
 const MIB: u64 = 1 << 20;
 
 /// Elements of a disk that stay in the definition: they place the disk on the guest's bus.
@@ -251,22 +256,27 @@ fn served(socket: &Path, queues: u16, kept: &[&str]) -> String {
     lines.join("\n")
 }
 
-/// The current definition with everything that `attach` changed as it was in the original one. `is_ours`: whether a disk is
-/// served at this socket. Whatever else was changed since stays.
-pub fn detach(current: &str, original: &str, is_ours: impl Fn(&Path) -> bool) -> Result<String, DefinitionError> {
+/// The current definition with everything that `attach` changed as it was in the original one. `ours`: the disk that is served
+/// at this socket, if it is one of Hearth's. Whatever else was changed since stays, and so does the place of a disk on the guest's
+/// bus: its target, boot order, alias and address.
+pub fn detach(
+    current: &str,
+    original: &str,
+    ours: impl Fn(&Path) -> Option<String>,
+) -> Result<String, DefinitionError> {
     let (document, source) = (Document::parse(current)?, Document::parse(original)?);
     let (domain, was) = (Domain::of(&document)?, Domain::of(&source)?);
     let mut edits = Edits::new(current);
-    for element in domain.disks().filter(|element| socket_of(*element).is_some_and(&is_ours)) {
-        match was.disks().find(|old| target(*old) == target(element)) {
-            Some(old) => edits.replace(element, &unindented(old, original)),
+    for element in domain.disks() {
+        let Some(name) = socket_of(element).and_then(&ours) else { continue };
+        // Its target may have been renamed since.
+        match was.disks().find(|old| target(*old) == name) {
+            Some(old) => edits.replace(element, &given_back(old, original, element, current)?),
             None => edits.remove(element),
         }
     }
-    restore(&mut edits, domain.child("memoryBacking"), was.child("memoryBacking"), original);
-    restore(&mut edits, domain.child("on_crash"), was.child("on_crash"), original);
-    restore(&mut edits, domain.vmcoreinfo(), was.vmcoreinfo(), original);
-    restore(&mut edits, domain.panic_device(), was.panic_device(), original);
+    domain.restore_memory(&mut edits, &was, original);
+    domain.restore_crashes(&mut edits, &was, original);
     Ok(edits.apply())
 }
 
@@ -315,6 +325,27 @@ fn restore(edits: &mut Edits<'_>, now: Option<Node<'_, '_>>, was: Option<Node<'_
         (Some(now), None) => edits.remove(now),
         (None, _) => {}
     }
+}
+
+/// The text of a disk as it was, at the place on the guest's bus where it is now.
+fn given_back(was: Node<'_, '_>, original: &str, now: Node<'_, '_>, current: &str) -> Result<String, DefinitionError> {
+    let text = unindented(was, original);
+    let document = Document::parse(&text)?;
+    let disk = document.root_element();
+    let mut edits = Edits::new(&text);
+    let mut new = Vec::new();
+    for name in PLACE {
+        match (child(disk, name), child(now, name)) {
+            (Some(was), Some(now)) => edits.replace(was, &unindented(now, current)),
+            (Some(was), None) => edits.remove(was),
+            (None, Some(now)) => new.push(unindented(now, current)),
+            (None, None) => {}
+        }
+    }
+    if !new.is_empty() {
+        edits.add_last(disk, &new.join("\n"));
+    }
+    Ok(edits.apply())
 }
 
 /// An element's text, with its further lines as far left as its first one.
@@ -486,6 +517,18 @@ impl<'a, 'i> Domain<'a, 'i> {
         }
     }
 
+    /// Undoes `share_memory`.
+    fn restore_memory(&self, edits: &mut Edits<'_>, was: &Domain<'_, '_>, original: &str) {
+        let (Some(now), was) = (self.child("memoryBacking"), was.child("memoryBacking")) else { return };
+        let is_shared = |child: Node<'_, '_>| SHARED.contains(&child.tag_name().name());
+        if was.is_none() && now.children().filter(Node::is_element).all(is_shared) {
+            return edits.remove(now);
+        }
+        for name in SHARED {
+            restore(edits, child(now, name), was.and_then(|was| child(was, name)), original);
+        }
+    }
+
     /// Has QEMU report a guest's panic, and where its kernel describes itself for dumps. Adds `device`.
     fn report_crashes(&self, edits: &mut Edits<'_>, on_crash: OnCrash, device: Option<String>) {
         let vmcoreinfo = "<vmcoreinfo state='on'/>";
@@ -496,8 +539,7 @@ impl<'a, 'i> Domain<'a, 'i> {
                 None => edits.add_last(features, vmcoreinfo),
             },
         }
-        let panic = self.panic_device().is_none().then(|| "<panic model='isa'/>".to_owned());
-        let is_new = panic.is_some();
+        let panic = self.panic_device().is_none().then(|| format!("<panic model='{PANIC}'/>"));
         let devices: Vec<_> = device.into_iter().chain(panic).collect();
         if !devices.is_empty() {
             edits.add_last(self.devices, &devices.join("\n"));
@@ -505,9 +547,7 @@ impl<'a, 'i> Domain<'a, 'i> {
         let now = text_of(self.root, "on_crash");
         let wanted = match on_crash {
             OnCrash::Preserve => PRESERVE,
-            // Until now libvirt did not notice a panic: the guest's own setting (`panic=`) decided. What libvirt would do by default
-            // is to destroy the domain.
-            OnCrash::Restart if is_new && matches!(now, None | Some("destroy")) => "restart",
+            OnCrash::Restart if self.may_restart() => RESTART,
             OnCrash::Restart => return,
         };
         let element = format!("<on_crash>{wanted}</on_crash>");
@@ -515,6 +555,31 @@ impl<'a, 'i> Domain<'a, 'i> {
             None => edits.add_before(self.devices, &element),
             Some(old) if now != Some(wanted) => edits.replace(old, &element),
             Some(_) => {}
+        }
+    }
+
+    /// Whether a crashed guest may be restarted where the definition says otherwise. Without a panic device libvirt did not notice
+    /// a panic: the guest's own setting (`panic=`) decided. What libvirt would do by default is to destroy the domain.
+    fn may_restart(&self) -> bool {
+        self.panic_device().is_none() && matches!(text_of(self.root, "on_crash"), None | Some("destroy"))
+    }
+
+    /// Undoes `report_crashes`, where the definition still has what that may have written.
+    fn restore_crashes(&self, edits: &mut Edits<'_>, was: &Domain<'_, '_>, original: &str) {
+        let vmcoreinfo = self.vmcoreinfo().filter(|now| now.attribute("state") == Some("on"));
+        restore(edits, vmcoreinfo, was.vmcoreinfo(), original);
+        let is_written = match text_of(self.root, "on_crash") {
+            Some(PRESERVE) => true,
+            Some(RESTART) => was.may_restart(),
+            _ => false,
+        };
+        if is_written {
+            restore(edits, self.child("on_crash"), was.child("on_crash"), original);
+        }
+        if was.panic_device().is_none() {
+            let is_ours =
+                |device: &Node<'_, '_>| device.has_tag_name("panic") && device.attribute("model") == Some(PANIC);
+            self.devices.children().filter(is_ours).for_each(|device| edits.remove(device));
         }
     }
 }
@@ -710,8 +775,9 @@ mod tests {
         PathBuf::from(format!("/run/hearth/web/disk-{disk}.sock"))
     }
 
-    fn is_ours(path: &Path) -> bool {
-        path.starts_with("/run/hearth/web")
+    fn ours(path: &Path) -> Option<String> {
+        let file = path.strip_prefix("/run/hearth/web").ok()?.to_str()?;
+        Some(file.strip_prefix("disk-")?.strip_suffix(".sock")?.to_owned())
     }
 
     /// The images are what the definition says.
@@ -787,10 +853,10 @@ mod tests {
     #[test]
     fn detaching_restores_the_definition_and_keeps_later_changes() {
         let attached = attach(DOMAIN, Some("cache-map"), OnCrash::Restart, socket, sound).unwrap().xml;
-        assert_eq!(detach(&attached, DOMAIN, is_ours).unwrap(), DOMAIN);
+        assert_eq!(detach(&attached, DOMAIN, ours).unwrap(), DOMAIN);
         let later = |text: &str| text.replace(">2097152<", ">4194304<").replace("network='default'", "network='lan'");
-        assert_eq!(detach(&later(&attached), DOMAIN, is_ours).unwrap(), later(DOMAIN));
-        assert_eq!(detach(DOMAIN, DOMAIN, is_ours).unwrap(), DOMAIN, "what is not attached stays");
+        assert_eq!(detach(&later(&attached), DOMAIN, ours).unwrap(), later(DOMAIN));
+        assert_eq!(detach(DOMAIN, DOMAIN, ours).unwrap(), DOMAIN, "what is not attached stays");
     }
 
     #[test]
@@ -805,13 +871,74 @@ mod tests {
             "  <memoryBacking>\n    <nosharepages/>\n  </memoryBacking>\n  <vcpu placement",
         );
         assert_eq!(
-            detach(&attach(&neither, None, OnCrash::Restart, socket, sound).unwrap().xml, &neither, is_ours).unwrap(),
+            detach(&attach(&neither, None, OnCrash::Restart, socket, sound).unwrap().xml, &neither, ours).unwrap(),
             neither
         );
         let backing = "<memoryBacking>\n    <nosharepages/>\n    <source type='memfd'/>\n    <access mode='shared'/>\n  </memoryBacking>";
         assert!(attached.contains(backing), "{attached}");
         assert!(attached.contains("<vmcoreinfo state='on'/>") && attached.contains("<on_crash>destroy"), "{attached}");
-        assert_eq!(detach(&attached, &was, is_ours).unwrap(), was);
+        assert_eq!(detach(&attached, &was, ours).unwrap(), was);
+    }
+
+    #[test]
+    fn detached_disk_stays_where_its_owner_has_put_it() {
+        let attached = attach(DOMAIN, Some("cache-map"), OnCrash::Restart, socket, sound).unwrap().xml;
+        let target = "<target dev='vda' bus='virtio'/>\n";
+        let address = "      <address type='pci' domain='0x0000' bus='0x04' slot='0x00' function='0x0'/>\n";
+        for (later, expect) in [
+            ("<target dev='vdb' bus='virtio'/>\n", "<target dev='vdb' bus='virtio'/>\n"),
+            ("<target dev='vda' bus='virtio'/>\n      <boot order='1'/>\n", target),
+        ] {
+            let detached = detach(&attached.replace(target, later), DOMAIN, ours).unwrap();
+            let added = later.strip_prefix(target).unwrap_or_default();
+            let expect = DOMAIN.replace(target, expect).replace(address, &format!("{address}{added}"));
+            assert_eq!(detached, expect);
+        }
+        let moved = |xml: &str| xml.replace("bus='0x04' slot", "bus='0x09' slot");
+        assert_eq!(detach(&moved(&attached), DOMAIN, ours).unwrap(), moved(DOMAIN));
+        let unplaced = |xml: &str| xml.replace(address, "");
+        assert_eq!(detach(&unplaced(&attached), DOMAIN, ours).unwrap(), unplaced(DOMAIN));
+        // An order that it had, and that another disk has now.
+        let ordered = DOMAIN.replace(target, &format!("{target}      <boot order='1'/>\n"));
+        let attached = attach(&ordered, None, OnCrash::Restart, socket, sound).unwrap().xml;
+        let second = attached.replace("<boot order='1'/>", "<boot order='2'/>");
+        assert_eq!(detach(&second, &ordered, ours).unwrap(), ordered.replace("order='1'", "order='2'"));
+        let none = attached.replace("      <boot order='1'/>\n", "");
+        assert_eq!(detach(&none, &ordered, ours).unwrap(), DOMAIN);
+    }
+
+    #[test]
+    fn memory_keeps_what_its_owner_has_added() {
+        let attached = attach(DOMAIN, None, OnCrash::Restart, socket, sound).unwrap().xml;
+        let added = attached.replace("  <memoryBacking>\n", "  <memoryBacking>\n    <hugepages/>\n    <locked/>\n");
+        let plain = detach(&added, DOMAIN, ours).unwrap();
+        let backing = "<memoryBacking>\n    <hugepages/>\n    <locked/>\n  </memoryBacking>";
+        assert_eq!(plain, with_setting(backing));
+        // So a second attach refuses what the first one would have.
+        let refused = refused(&plain);
+        assert!(refused.contains("huge pages") && refused.contains("locked"), "{refused}");
+    }
+
+    #[test]
+    fn later_settings_of_crashes_stay() {
+        let own_device = DOMAIN.replace("    </interface>\n", "    </interface>\n    <panic model='pvpanic'/>\n");
+        for (plain, on_crash, from, to) in [
+            (DOMAIN, OnCrash::Preserve, "<on_crash>preserve", "<on_crash>coredump-destroy"),
+            (DOMAIN, OnCrash::Restart, "<on_crash>restart", "<on_crash>rename-restart"),
+            (&own_device, OnCrash::Preserve, "<on_crash>preserve", "<on_crash>restart"),
+        ] {
+            let attached = attach(plain, None, on_crash, socket, sound).unwrap().xml;
+            assert!(attached.contains(from), "{attached}");
+            let detached = detach(&attached.replace(from, to), plain, ours).unwrap();
+            assert_eq!(detached, plain.replace("<on_crash>destroy", to));
+        }
+        let model = |xml: &str, from: &str| xml.replace(from, "<panic model='hyperv'/>");
+        let attached = attach(&own_device, None, OnCrash::Preserve, socket, sound).unwrap().xml;
+        let detached = detach(&model(&attached, "<panic model='pvpanic'/>"), &own_device, ours).unwrap();
+        assert_eq!(detached, model(&own_device, "<panic model='pvpanic'/>"), "its owner's device");
+        let attached = attach(DOMAIN, None, OnCrash::Preserve, socket, sound).unwrap().xml;
+        let detached = detach(&model(&attached, "<panic model='isa'/>"), DOMAIN, ours).unwrap();
+        assert!(detached.contains("<panic model='hyperv'/>"), "{detached}");
     }
 
     #[test]
@@ -822,7 +949,7 @@ mod tests {
         for plain in [DOMAIN, &own_device, &none, &DOMAIN.replace(&on_crash("destroy"), &on_crash("preserve"))] {
             let attached = attach(plain, None, OnCrash::Preserve, socket, sound).unwrap().xml;
             assert!(preserves_crashed(&attached).unwrap(), "{attached}");
-            assert_eq!(detach(&attached, plain, is_ours).unwrap(), plain);
+            assert_eq!(detach(&attached, plain, ours).unwrap(), plain);
             let restarts = attach(plain, None, OnCrash::Restart, socket, sound).unwrap().xml;
             assert_eq!(preserves_crashed(&restarts).unwrap(), preserves_crashed(plain).unwrap(), "{restarts}");
         }

@@ -18,7 +18,7 @@ use super::{CliError, Context, Exit, arriving, backing, hook};
 use crate::attachment::Attachment;
 use crate::check::life;
 use crate::config::{Config, ConfigFile, DiskSection};
-use crate::folders::{CACHE_MAP, disk_socket};
+use crate::folders::{CACHE_MAP, disk_at, disk_socket};
 use crate::problem::Problem;
 use crate::runtime_root::RuntimeRoot;
 
@@ -192,7 +192,7 @@ fn original(attachment: &Attachment) -> Result<Option<String>, CliError> {
 
 fn detached(current: &str, before: &str, name: &str, root: &RuntimeRoot) -> Result<String, CliError> {
     let folder = root.machine(name);
-    definition::detach(current, before, |socket| socket.starts_with(&folder)).map_err(|error| refused(name, error))
+    definition::detach(current, before, |socket| disk_at(&folder, socket)).map_err(|error| refused(name, error))
 }
 
 fn refused(name: &str, error: DefinitionError) -> CliError {

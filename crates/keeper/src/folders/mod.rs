@@ -77,6 +77,12 @@ pub fn disk_socket(runtime: &Path, disk: &str) -> PathBuf {
     runtime.join(format!("disk-{disk}.sock"))
 }
 
+/// Name of the disk that has this socket, if it is one in the runtime folder.
+pub fn disk_at(runtime: &Path, socket: &Path) -> Option<String> {
+    let file = socket.strip_prefix(runtime).ok()?.to_str()?;
+    file.strip_prefix("disk-")?.strip_suffix(".sock").map(str::to_owned)
+}
+
 fn screen_name(generation: u32) -> String {
     format!("screen-{generation}")
 }
