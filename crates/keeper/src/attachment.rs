@@ -12,7 +12,8 @@ use std::{fs, io::Write};
 
 use hearth_memory::{Durability, replace_file};
 
-const CONFIGURATIONS: &str = "/etc/hearth";
+/// Folder of the machines' configurations. Relative paths in these start there.
+pub const CONFIGURATIONS: &str = "/etc/hearth";
 const STATES: &str = "/var/lib/hearth";
 
 /// The files of one domain.

@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 
 use roxmltree::{Document, Node};
 
-use crate::edit::Edits;
+use crate::edit::{Edits, escaped};
 use crate::known::unknown;
 
 /// Most queues of a disk that Hearth serves.
@@ -108,6 +108,19 @@ pub struct Disk {
     pub backing: Backing,
 }
 
+/// What the machine's file says of a disk that Hearth serves.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Image {
+    /// The disk's image.
+    pub path: PathBuf,
+    /// Whether that is a block device.
+    pub is_device: bool,
+    /// Format of the image.
+    pub format: Format,
+    /// Number of queues of the disk.
+    pub queues: u16,
+}
+
 /// Backing images as a definition names them. Usually it names none, and the images themselves count.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Backing {
@@ -127,7 +140,8 @@ pub enum Format {
 }
 
 impl Format {
-    fn named(name: &str) -> Option<Self> {
+    /// The format of this name.
+    pub fn named(name: &str) -> Option<Self> {
         [Self::Raw, Self::Qcow2].into_iter().find(|format| format.name() == name)
     }
 
@@ -256,13 +270,15 @@ fn served(socket: &Path, queues: u16, kept: &[&str]) -> String {
     lines.join("\n")
 }
 
-/// The current definition with everything that `attach` changed as it was in the original one. `ours`: the disk that is served
-/// at this socket, if it is one of Hearth's. Whatever else was changed since stays, and so does the place of a disk on the guest's
-/// bus: its target, boot order, alias and address.
+/// The current definition with everything that `attach` changed as it was in the original one. Whatever else was changed
+/// since stays, and so does the place of a disk on the guest's bus: its target, boot order, alias and address.
+/// `ours`: the name of the disk that is served at this socket, if it is one of Hearth's. `image`: what the machine's file
+/// says of this disk, if it has it. Its owner may have changed that since.
 pub fn detach(
     current: &str,
     original: &str,
     ours: impl Fn(&Path) -> Option<String>,
+    image: impl Fn(&str) -> Option<Image>,
 ) -> Result<String, DefinitionError> {
     let (document, source) = (Document::parse(current)?, Document::parse(original)?);
     let (domain, was) = (Domain::of(&document)?, Domain::of(&source)?);
@@ -271,7 +287,10 @@ pub fn detach(
         let Some(name) = socket_of(element).and_then(&ours) else { continue };
         // Its target may have been renamed since.
         match was.disks().find(|old| target(*old) == name) {
-            Some(old) => edits.replace(element, &given_back(old, original, element, current)?),
+            Some(old) => {
+                let old = with_image(old, original, image(&name), was.vcpus())?;
+                edits.replace(element, &placed(&old, element, current)?);
+            }
             None => edits.remove(element),
         }
     }
@@ -289,9 +308,15 @@ pub fn preserves_crashed(xml: &str) -> Result<bool, DefinitionError> {
 
 /// Sockets of the disks of this definition that other programs serve.
 pub fn disk_sockets(xml: &str) -> Result<Vec<PathBuf>, DefinitionError> {
+    Ok(served_disks(xml)?.into_iter().map(|(_, socket)| socket).collect())
+}
+
+/// The disks of this definition that other programs serve: name of the target, and socket.
+pub fn served_disks(xml: &str) -> Result<Vec<(String, PathBuf)>, DefinitionError> {
     let document = Document::parse(xml)?;
     let domain = Domain::of(&document)?;
-    Ok(domain.disks().filter_map(socket_of).map(Path::to_owned).collect())
+    let of = |element| socket_of(element).map(|socket| (target(element).to_owned(), socket.to_owned()));
+    Ok(domain.disks().filter_map(of).collect())
 }
 
 /// The disks of this definition whose images QEMU opens itself: name, image, and its format as far as it is one that Hearth knows.
@@ -327,12 +352,49 @@ fn restore(edits: &mut Edits<'_>, now: Option<Node<'_, '_>>, was: Option<Node<'_
     }
 }
 
-/// The text of a disk as it was, at the place on the guest's bus where it is now.
-fn given_back(was: Node<'_, '_>, original: &str, now: Node<'_, '_>, current: &str) -> Result<String, DefinitionError> {
-    let text = unindented(was, original);
+/// The text of a disk, with what the machine's file says of it if its owner has changed that.
+/// `vcpus`: of the domain when it was attached.
+fn with_image(disk: Node<'_, '_>, original: &str, image: Option<Image>, vcpus: u16) -> Result<String, DefinitionError> {
+    let text = unindented(disk, original);
+    let Some(image) = image else { return Ok(text) };
     let document = Document::parse(&text)?;
     let disk = document.root_element();
+    let refused = |why| Refusal { what: format!("{}: {why}", target(disk)), hint: String::new() };
+    let (was, _) = Disk::of(disk, vcpus).map_err(|why| DefinitionError::Refused(vec![refused(why)]))?;
     let mut edits = Edits::new(&text);
+    let is_other = image.path != was.path;
+    if is_other {
+        let (kind, name) = if image.is_device { ("block", "dev") } else { ("file", "file") };
+        edits.set_attribute(disk, "type", kind);
+        let source = child(disk, "source")
+            .and_then(|source| ["file", "dev"].iter().find_map(|name| source.attribute_node(*name)));
+        if let Some(source) = source {
+            edits.replace_attribute(source, name, &image.path.display().to_string());
+        }
+    }
+    let queues = (image.queues != was.queues).then(|| ("queues", image.queues.to_string()));
+    let format = (image.format != was.format).then(|| ("type", image.format.name().to_owned()));
+    // It names the backing images of the earlier one.
+    if let Some(store) = child(disk, "backingStore").filter(|_| is_other || format.is_some()) {
+        edits.remove(store);
+    }
+    let settings: Vec<_> = format.into_iter().chain(queues).collect();
+    match child(disk, "driver") {
+        Some(driver) => settings.iter().for_each(|(name, value)| edits.set_attribute(driver, name, value)),
+        None if settings.is_empty() => {}
+        None => {
+            let settings: String = settings.iter().map(|(name, value)| format!(" {name}='{value}'")).collect();
+            edits.add_last(disk, &format!("<driver name='qemu'{settings}/>"));
+        }
+    }
+    Ok(edits.apply())
+}
+
+/// The text of a disk, at the place on the guest's bus where it is now.
+fn placed(text: &str, now: Node<'_, '_>, current: &str) -> Result<String, DefinitionError> {
+    let document = Document::parse(text)?;
+    let disk = document.root_element();
+    let mut edits = Edits::new(text);
     let mut new = Vec::new();
     for name in PLACE {
         match (child(disk, name), child(now, name)) {
@@ -558,8 +620,8 @@ impl<'a, 'i> Domain<'a, 'i> {
         }
     }
 
-    /// Whether a crashed guest may be restarted where the definition says otherwise. Without a panic device libvirt did not notice
-    /// a panic: the guest's own setting (`panic=`) decided. What libvirt would do by default is to destroy the domain.
+    /// Whether a crashed guest may be restarted where the definition says otherwise. Without a panic device libvirt did
+    /// not notice a panic: the guest's own setting (`panic=`) decided. By default libvirt would destroy the domain.
     fn may_restart(&self) -> bool {
         self.panic_device().is_none() && matches!(text_of(self.root, "on_crash"), None | Some("destroy"))
     }
@@ -762,10 +824,6 @@ fn limits(disk: Node<'_, '_>, lost: &mut Vec<Lost>) -> (Option<u64>, Option<u64>
     (mib_per_second, iops)
 }
 
-fn escaped(text: &str) -> String {
-    text.replace('&', "&amp;").replace('<', "&lt;").replace('\'', "&apos;")
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -778,6 +836,11 @@ mod tests {
     fn ours(path: &Path) -> Option<String> {
         let file = path.strip_prefix("/run/hearth/web").ok()?.to_str()?;
         Some(file.strip_prefix("disk-")?.strip_suffix(".sock")?.to_owned())
+    }
+
+    /// The machine's file is as `attach` wrote it.
+    fn unchanged(_: &str) -> Option<Image> {
+        None
     }
 
     /// The images are what the definition says.
@@ -853,10 +916,10 @@ mod tests {
     #[test]
     fn detaching_restores_the_definition_and_keeps_later_changes() {
         let attached = attach(DOMAIN, Some("cache-map"), OnCrash::Restart, socket, sound).unwrap().xml;
-        assert_eq!(detach(&attached, DOMAIN, ours).unwrap(), DOMAIN);
+        assert_eq!(detach(&attached, DOMAIN, ours, unchanged).unwrap(), DOMAIN);
         let later = |text: &str| text.replace(">2097152<", ">4194304<").replace("network='default'", "network='lan'");
-        assert_eq!(detach(&later(&attached), DOMAIN, ours).unwrap(), later(DOMAIN));
-        assert_eq!(detach(DOMAIN, DOMAIN, ours).unwrap(), DOMAIN, "what is not attached stays");
+        assert_eq!(detach(&later(&attached), DOMAIN, ours, unchanged).unwrap(), later(DOMAIN));
+        assert_eq!(detach(DOMAIN, DOMAIN, ours, unchanged).unwrap(), DOMAIN, "what is not attached stays");
     }
 
     #[test]
@@ -871,13 +934,14 @@ mod tests {
             "  <memoryBacking>\n    <nosharepages/>\n  </memoryBacking>\n  <vcpu placement",
         );
         assert_eq!(
-            detach(&attach(&neither, None, OnCrash::Restart, socket, sound).unwrap().xml, &neither, ours).unwrap(),
+            detach(&attach(&neither, None, OnCrash::Restart, socket, sound).unwrap().xml, &neither, ours, unchanged)
+                .unwrap(),
             neither
         );
         let backing = "<memoryBacking>\n    <nosharepages/>\n    <source type='memfd'/>\n    <access mode='shared'/>\n  </memoryBacking>";
         assert!(attached.contains(backing), "{attached}");
         assert!(attached.contains("<vmcoreinfo state='on'/>") && attached.contains("<on_crash>destroy"), "{attached}");
-        assert_eq!(detach(&attached, &was, ours).unwrap(), was);
+        assert_eq!(detach(&attached, &was, ours, unchanged).unwrap(), was);
     }
 
     #[test]
@@ -889,29 +953,55 @@ mod tests {
             ("<target dev='vdb' bus='virtio'/>\n", "<target dev='vdb' bus='virtio'/>\n"),
             ("<target dev='vda' bus='virtio'/>\n      <boot order='1'/>\n", target),
         ] {
-            let detached = detach(&attached.replace(target, later), DOMAIN, ours).unwrap();
+            let detached = detach(&attached.replace(target, later), DOMAIN, ours, unchanged).unwrap();
             let added = later.strip_prefix(target).unwrap_or_default();
             let expect = DOMAIN.replace(target, expect).replace(address, &format!("{address}{added}"));
             assert_eq!(detached, expect);
         }
         let moved = |xml: &str| xml.replace("bus='0x04' slot", "bus='0x09' slot");
-        assert_eq!(detach(&moved(&attached), DOMAIN, ours).unwrap(), moved(DOMAIN));
+        assert_eq!(detach(&moved(&attached), DOMAIN, ours, unchanged).unwrap(), moved(DOMAIN));
         let unplaced = |xml: &str| xml.replace(address, "");
-        assert_eq!(detach(&unplaced(&attached), DOMAIN, ours).unwrap(), unplaced(DOMAIN));
+        assert_eq!(detach(&unplaced(&attached), DOMAIN, ours, unchanged).unwrap(), unplaced(DOMAIN));
         // An order that it had, and that another disk has now.
         let ordered = DOMAIN.replace(target, &format!("{target}      <boot order='1'/>\n"));
         let attached = attach(&ordered, None, OnCrash::Restart, socket, sound).unwrap().xml;
         let second = attached.replace("<boot order='1'/>", "<boot order='2'/>");
-        assert_eq!(detach(&second, &ordered, ours).unwrap(), ordered.replace("order='1'", "order='2'"));
+        assert_eq!(detach(&second, &ordered, ours, unchanged).unwrap(), ordered.replace("order='1'", "order='2'"));
         let none = attached.replace("      <boot order='1'/>\n", "");
-        assert_eq!(detach(&none, &ordered, ours).unwrap(), DOMAIN);
+        assert_eq!(detach(&none, &ordered, ours, unchanged).unwrap(), DOMAIN);
+    }
+
+    #[test]
+    fn detached_disk_has_the_image_of_the_machines_file() {
+        let attached = attach(DOMAIN, Some("cache-map"), OnCrash::Restart, socket, sound).unwrap().xml;
+        let store = "<backingStore type='file'><format type='raw'/><source file='/base'/></backingStore>";
+        let backed = DOMAIN.replace("<serial>root</serial>", &format!("<serial>root</serial>\n      {store}"));
+        let detached = |plain: &str, path: &str, is_device, format, queues| {
+            let image = |name: &str| (name == "vda").then(|| Image { path: path.into(), is_device, format, queues });
+            detach(&attached, plain, ours, image).unwrap()
+        };
+        let path = "/var/lib/libvirt/images/web.qcow2";
+        assert_eq!(detached(&backed, path, false, Format::Qcow2, 2), backed, "as it was");
+        assert_eq!(detached(&backed, "/x", false, Format::Qcow2, 2), DOMAIN.replace(path, "/x"));
+        let device = DOMAIN
+            .replace(
+                "<disk type='file' device='disk'>\n      <driver name='qemu' type='qcow2'",
+                "<disk type='block' device='disk'>\n      <driver name='qemu' type='raw'",
+            )
+            .replace(&format!("file='{path}'"), "dev='/dev/it&apos;s'");
+        assert_eq!(detached(&backed, "/dev/it's", true, Format::Raw, 2), device);
+        let queues = backed.replacen("<driver name", "<driver queues='4' name", 1);
+        assert_eq!(detached(&backed, path, false, Format::Qcow2, 4), queues);
+        let bare = DOMAIN.replace("      <driver name='qemu' type='qcow2' cache='none' discard='unmap'/>\n", "");
+        let detached = detached(&bare, path, false, Format::Qcow2, 2);
+        assert!(detached.contains("\n      <driver name='qemu' type='qcow2'/>\n"), "{detached}");
     }
 
     #[test]
     fn memory_keeps_what_its_owner_has_added() {
         let attached = attach(DOMAIN, None, OnCrash::Restart, socket, sound).unwrap().xml;
         let added = attached.replace("  <memoryBacking>\n", "  <memoryBacking>\n    <hugepages/>\n    <locked/>\n");
-        let plain = detach(&added, DOMAIN, ours).unwrap();
+        let plain = detach(&added, DOMAIN, ours, unchanged).unwrap();
         let backing = "<memoryBacking>\n    <hugepages/>\n    <locked/>\n  </memoryBacking>";
         assert_eq!(plain, with_setting(backing));
         // So a second attach refuses what the first one would have.
@@ -929,15 +1019,15 @@ mod tests {
         ] {
             let attached = attach(plain, None, on_crash, socket, sound).unwrap().xml;
             assert!(attached.contains(from), "{attached}");
-            let detached = detach(&attached.replace(from, to), plain, ours).unwrap();
+            let detached = detach(&attached.replace(from, to), plain, ours, unchanged).unwrap();
             assert_eq!(detached, plain.replace("<on_crash>destroy", to));
         }
         let model = |xml: &str, from: &str| xml.replace(from, "<panic model='hyperv'/>");
         let attached = attach(&own_device, None, OnCrash::Preserve, socket, sound).unwrap().xml;
-        let detached = detach(&model(&attached, "<panic model='pvpanic'/>"), &own_device, ours).unwrap();
+        let detached = detach(&model(&attached, "<panic model='pvpanic'/>"), &own_device, ours, unchanged).unwrap();
         assert_eq!(detached, model(&own_device, "<panic model='pvpanic'/>"), "its owner's device");
         let attached = attach(DOMAIN, None, OnCrash::Preserve, socket, sound).unwrap().xml;
-        let detached = detach(&model(&attached, "<panic model='isa'/>"), DOMAIN, ours).unwrap();
+        let detached = detach(&model(&attached, "<panic model='isa'/>"), DOMAIN, ours, unchanged).unwrap();
         assert!(detached.contains("<panic model='hyperv'/>"), "{detached}");
     }
 
@@ -949,7 +1039,7 @@ mod tests {
         for plain in [DOMAIN, &own_device, &none, &DOMAIN.replace(&on_crash("destroy"), &on_crash("preserve"))] {
             let attached = attach(plain, None, OnCrash::Preserve, socket, sound).unwrap().xml;
             assert!(preserves_crashed(&attached).unwrap(), "{attached}");
-            assert_eq!(detach(&attached, plain, ours).unwrap(), plain);
+            assert_eq!(detach(&attached, plain, ours, unchanged).unwrap(), plain);
             let restarts = attach(plain, None, OnCrash::Restart, socket, sound).unwrap().xml;
             assert_eq!(preserves_crashed(&restarts).unwrap(), preserves_crashed(plain).unwrap(), "{restarts}");
         }

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use roxmltree::Node;
+use roxmltree::{Attribute, Node};
 
 /// Changes to one text. They must not overlap.
 pub struct Edits<'a> {
@@ -29,6 +29,20 @@ impl<'a> Edits<'a> {
             start = before.len() - 1;
         }
         self.changes.push((start..end, String::new()));
+    }
+
+    /// Gives an attribute this name and value.
+    pub fn replace_attribute(&mut self, attribute: Attribute<'_, '_>, name: &str, value: &str) {
+        self.changes.push((attribute.range(), format!("{name}='{}'", escaped(value))));
+    }
+
+    /// Gives an element an attribute, or another value to the one that it has.
+    pub fn set_attribute(&mut self, element: Node<'_, '_>, name: &str, value: &str) {
+        if let Some(attribute) = element.attribute_node(name) {
+            return self.replace_attribute(attribute, name, value);
+        }
+        let at = element.range().start + 1 + element.tag_name().name().len();
+        self.changes.push((at..at, format!(" {name}='{}'", escaped(value))));
     }
 
     /// Adds an element before another one, on a line of its own.
@@ -75,6 +89,11 @@ impl<'a> Edits<'a> {
     }
 }
 
+/// A text as XML has it between single quotes.
+pub fn escaped(text: &str) -> String {
+    text.replace('&', "&amp;").replace('<', "&lt;").replace('\'', "&apos;")
+}
+
 #[cfg(test)]
 mod tests {
     use roxmltree::Document;
@@ -107,6 +126,15 @@ mod tests {
         let last = edited(|edits, root| edits.add_last(named(root, "c"), "<x/>"));
         assert_eq!(last, "<a>\n  <b/>\n  <c>\n    <d/>\n    <x/>\n  </c>\n</a>\n");
         let first = edited(|edits, root| edits.add_last(named(root, "b"), "<x/>"));
+        let set = |name, value| {
+            let text = "<a>\n  <b c=\"1\" d='2'/>\n</a>";
+            let document = Document::parse(text).unwrap();
+            let mut edits = Edits::new(text);
+            edits.set_attribute(named(document.root_element(), "b"), name, value);
+            edits.apply()
+        };
+        assert_eq!(set("c", "it's"), "<a>\n  <b c='it&apos;s' d='2'/>\n</a>");
+        assert_eq!(set("e", "<3"), "<a>\n  <b e='&lt;3' c=\"1\" d='2'/>\n</a>");
         assert_eq!(first, "<a>\n  <b>\n    <x/>\n  </b>\n  <c>\n    <d/>\n  </c>\n</a>\n");
     }
 }

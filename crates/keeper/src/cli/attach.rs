@@ -4,18 +4,20 @@
 //!
 //! Both change what the domain starts with next. A domain that runs goes on as it is.
 
+use std::collections::HashMap;
 use std::fs;
 use std::io::{self, BufRead, IsTerminal};
-use std::path::PathBuf;
+use std::os::unix::fs::FileTypeExt;
+use std::path::{Path, PathBuf};
 
 use clap::Args;
-use hearth_libvirt::definition::{self, Attached, DefinitionError, OnCrash};
+use hearth_libvirt::definition::{self, Attached, DefinitionError, Format, Image, OnCrash};
 use hearth_libvirt::virsh::Virsh;
 use serde::Serialize;
 use similar::TextDiff;
 
 use super::{CliError, Context, Exit, arriving, backing, hook};
-use crate::attachment::Attachment;
+use crate::attachment::{Attachment, CONFIGURATIONS};
 use crate::check::life;
 use crate::config::{Config, ConfigFile, DiskSection};
 use crate::folders::{CACHE_MAP, disk_at, disk_socket};
@@ -81,11 +83,12 @@ pub fn attach(context: &mut Context<'_>, arguments: &AttachArguments) -> Result<
     let attachment = Attachment::of(&name);
     // What was attached before is attached anew: it may have other disks now.
     let before = original(&attachment)?;
+    let not_attachable = |problems| CliError::NotAttachable { name: name.clone(), problems };
+    let earlier = earlier_file(&attachment, not_attachable)?;
     let plain = match &before {
-        Some(before) => detached(&current, before, &name, &context.root)?,
+        Some(before) => detached(&current, before, &name, &context.root, &earlier)?,
         None => current.clone(),
     };
-    let earlier = earlier_file(&name, &attachment)?;
     let cache_map = (earlier.refill.as_deref() == Some("on")).then_some(CACHE_MAP);
     let folder = context.root.machine(&name);
     // What the file means is checked below. Without a dump, the domain restarts inside its QEMU, which is faster.
@@ -96,7 +99,8 @@ pub fn attach(context: &mut Context<'_>, arguments: &AttachArguments) -> Result<
     let attached = definition::attach(&plain, cache_map, on_crash, |disk| disk_socket(&folder, disk), backing::check);
     let attached = attached.map_err(|error| refused(&name, error))?;
     must_leave_none_arriving(&attached)?;
-    let text = configuration(earlier, &attached, &attachment, &context.root)?;
+    let served = served_names(&current, &name, &context.root)?;
+    let text = configuration(earlier, &attached, &served, &attachment, &context.root)?;
     let diff = difference(&current, &attached.xml);
     if !context.json {
         tell(context, &attached, &attachment, &diff)?;
@@ -139,7 +143,9 @@ pub fn detach(context: &mut Context<'_>, arguments: &DetachArguments) -> Result<
     let Some(before) = original(&attachment)? else {
         return Err(CliError::Machine { name, what: "is not attached".to_owned() });
     };
-    let plain = detached(&current, &before, &name, &context.root)?;
+    let not_detachable = |problems| CliError::NotDetachable { name: name.clone(), problems };
+    let earlier = earlier_file(&attachment, not_detachable)?;
+    let plain = detached(&current, &before, &name, &context.root, &earlier)?;
     must_have_arrived(&plain, &name)?;
     virsh.define(&plain)?;
     // Its keeper may have died, and the next one needs the files.
@@ -190,9 +196,37 @@ fn original(attachment: &Attachment) -> Result<Option<String>, CliError> {
     attachment.definition().map_err(|source| CliError::File { path: attachment.file(), source })
 }
 
-fn detached(current: &str, before: &str, name: &str, root: &RuntimeRoot) -> Result<String, CliError> {
+/// The definition without Hearth. Its disks have the images that the machine's file names: their owner may have moved one.
+fn detached(
+    current: &str,
+    before: &str,
+    name: &str,
+    root: &RuntimeRoot,
+    file: &ConfigFile,
+) -> Result<String, CliError> {
     let folder = root.machine(name);
-    definition::detach(current, before, |socket| disk_at(&folder, socket)).map_err(|error| refused(name, error))
+    let (ours, image) = (|socket: &Path| disk_at(&folder, socket), |disk: &str| image(file, disk));
+    definition::detach(current, before, ours, image).map_err(|error| refused(name, error))
+}
+
+/// What the machine's file says of this disk.
+fn image(file: &ConfigFile, disk: &str) -> Option<Image> {
+    let section = disk_section(file, disk)?;
+    let path = Path::new(CONFIGURATIONS).join(section.path.as_ref()?);
+    let is_device = fs::metadata(&path).is_ok_and(|metadata| metadata.file_type().is_block_device());
+    let format = section.format.as_deref().and_then(Format::named).unwrap_or(Format::Raw);
+    Some(Image { path, is_device, format, queues: section.queues.unwrap_or(1) })
+}
+
+fn disk_section<'a>(file: &'a ConfigFile, disk: &str) -> Option<&'a DiskSection> {
+    file.disks.iter().find(|section| section.name.as_deref() == Some(disk))
+}
+
+/// The disks of this definition that Hearth serves: name of the target, and the name that it had when it was attached.
+fn served_names(current: &str, name: &str, root: &RuntimeRoot) -> Result<HashMap<String, String>, CliError> {
+    let folder = root.machine(name);
+    let served = definition::served_disks(current).map_err(|error| refused(name, error))?;
+    Ok(served.into_iter().filter_map(|(target, socket)| Some((target, disk_at(&folder, &socket)?))).collect())
 }
 
 fn refused(name: &str, error: DefinitionError) -> CliError {
@@ -209,8 +243,8 @@ pub fn problems(name: &str, error: DefinitionError) -> Vec<Problem> {
     }
 }
 
-/// The machine's file, if the domain was attached before: its owner may have added to it.
-fn earlier_file(name: &str, attachment: &Attachment) -> Result<ConfigFile, CliError> {
+/// The machine's file, if the domain was attached before: its owner may have changed it. `failed`: the error for its problems.
+fn earlier_file(attachment: &Attachment, failed: impl Fn(Vec<Problem>) -> CliError) -> Result<ConfigFile, CliError> {
     let file = attachment.file();
     let text = match fs::read_to_string(&file) {
         Ok(text) => text,
@@ -219,28 +253,44 @@ fn earlier_file(name: &str, attachment: &Attachment) -> Result<ConfigFile, CliEr
         }
         Err(source) => return Err(CliError::File { path: file, source }),
     };
-    let typed = ConfigFile::parse(&text);
-    let typed = typed.map_err(|problems| CliError::NotAttachable { name: name.to_owned(), problems })?;
+    let typed = ConfigFile::parse(&text).map_err(&failed)?;
     if typed.owner.as_deref() == Some("libvirt") {
         return Ok(typed);
     }
     let message = "is the file of a machine that is not a domain of libvirt";
     let problem = Problem::error(file.display().to_string(), message, "move it away, or rename the domain");
-    Err(CliError::NotAttachable { name: name.to_owned(), problems: vec![problem] })
+    Err(failed(vec![problem]))
 }
 
-/// The text of the machine's file.
+/// The text of the machine's file. `served`: the disks that Hearth serves already, as `served_names`. Of these the file says more
+/// than the definition: their owner may have changed their limits there.
 fn configuration(
     earlier: ConfigFile,
     attached: &Attached,
+    served: &HashMap<String, String>,
     attachment: &Attachment,
     root: &RuntimeRoot,
 ) -> Result<String, CliError> {
+    let section_of = |disk: &definition::Disk| {
+        let fresh = section(disk);
+        match served.get(&disk.name).and_then(|name| disk_section(&earlier, name)) {
+            // What the definition has of it, too, came from there.
+            Some(kept) => DiskSection {
+                name: fresh.name,
+                path: fresh.path,
+                format: fresh.format,
+                queues: fresh.queues,
+                ..kept.clone()
+            },
+            None => fresh,
+        }
+    };
+    let disks = attached.disks.iter().map(section_of).collect();
     let typed = ConfigFile {
         name: Some(attached.name.clone()),
         owner: Some("libvirt".to_owned()),
         memory: Some(format!("{}MiB", attached.memory_bytes.next_multiple_of(MEMORY_STEP) >> 20)),
-        disks: attached.disks.iter().map(section).collect(),
+        disks,
         ..earlier
     };
     let text = typed.to_text();
@@ -326,4 +376,92 @@ fn confirmed(context: &mut Context<'_>, name: &str) -> Result<bool, CliError> {
     let mut answer = String::new();
     io::stdin().lock().read_line(&mut answer)?;
     Ok(matches!(answer.trim(), "y" | "Y" | "yes"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const DOMAIN: &str = "<domain type='kvm'>
+  <name>web</name>
+  <memory unit='MiB'>64</memory>
+  <vcpu>2</vcpu>
+  <features>
+    <acpi/>
+  </features>
+  <devices>
+    <disk type='file' device='disk'>
+      <driver name='qemu' type='qcow2' cache='none' discard='unmap'/>
+      <source file='/images/old.qcow2'/>
+      <target dev='vda' bus='virtio'/>
+    </disk>
+  </devices>
+</domain>";
+    const SECOND: &str = "<disk type='file' device='disk'><driver name='qemu' type='raw'/><source file='/images/second'/>\
+                          <target dev='vdb' bus='virtio'/></disk>";
+
+    /// The definition without Hearth and the one with it, and the machine's file, after one more `attach`.
+    fn attached(current: &str, before: Option<&str>, file: &str) -> (String, Attached, ConfigFile) {
+        let root = RuntimeRoot::new("/run/hearth");
+        let earlier = ConfigFile::parse(file).unwrap();
+        let plain = before.map(|before| detached(current, before, "web", &root, &earlier).unwrap());
+        let plain = plain.unwrap_or_else(|| current.to_owned());
+        let socket = |disk: &str| disk_socket(&root.machine("web"), disk);
+        let attached = definition::attach(&plain, None, OnCrash::Preserve, socket, |_| Ok(())).unwrap();
+        let served = served_names(current, "web", &root).unwrap();
+        let text = configuration(earlier, &attached, &served, &Attachment::of("web"), &root).unwrap();
+        (plain, attached, ConfigFile::parse(&text).unwrap())
+    }
+
+    #[test]
+    fn second_attach_keeps_disks_of_the_machines_file() {
+        let (plain, first, file) = attached(DOMAIN, None, "");
+        assert_eq!(plain, DOMAIN);
+        let (plain, again, same) = attached(&first.xml, Some(DOMAIN), &file.to_text());
+        assert_eq!((plain.as_str(), &again.xml, &same), (DOMAIN, &first.xml, &file));
+
+        // Its owner has moved the image, and set other keys.
+        let mut changed = file;
+        changed.disks[0] = DiskSection {
+            path: Some("moved.img".to_owned()),
+            format: None,
+            queues: Some(5),
+            iops: Some(500),
+            mib_per_second: Some(7),
+            direct: Some(false),
+            read_only: Some(true),
+            serial: Some("mine".to_owned()),
+            ..changed.disks[0].clone()
+        };
+        let with_second = first.xml.replace("</devices>", &format!("{SECOND}</devices>"));
+        let (plain, again, kept) = attached(&with_second, Some(DOMAIN), &changed.to_text());
+        for words in ["<source file='/etc/hearth/moved.img'/>", "type='raw' cache='none'", "queues='5'", SECOND] {
+            assert!(plain.contains(words), "{words} is missing in {plain}");
+        }
+        assert!(again.xml.contains("queues='5'") && !plain.contains("old.qcow2"), "{plain}");
+        let [first_disk, second] = &kept.disks[..] else { panic!("{:?}", kept.disks) };
+        let expect = DiskSection {
+            path: Some("/etc/hearth/moved.img".to_owned()),
+            format: Some("raw".to_owned()),
+            ..changed.disks[0].clone()
+        };
+        assert_eq!((first_disk, second.name.as_deref()), (&expect, Some("vdb")));
+
+        // A disk under another name has the same section; one that is gone has none.
+        let renamed = first.xml.replace("dev='vda'", "dev='vdc'");
+        let (_, _, kept) = attached(&renamed, Some(DOMAIN), &changed.to_text());
+        assert_eq!(kept.disks, [DiskSection { name: Some("vdc".to_owned()), ..expect }]);
+        let only_second = DOMAIN.replace("vda", "vdb");
+        let (_, _, kept) = attached(&only_second, Some(DOMAIN), &changed.to_text());
+        assert_eq!(kept.disks.iter().map(|disk| disk.name.as_deref()).collect::<Vec<_>>(), [Some("vdb")]);
+    }
+
+    #[test]
+    fn disk_that_libvirt_has_again_is_taken_from_the_definition() {
+        let (_, _, file) = attached(DOMAIN, None, "");
+        let later = DOMAIN.replace("old.qcow2", "new.qcow2");
+        let (plain, _, again) = attached(&later, Some(DOMAIN), &file.to_text());
+        assert_eq!(plain, later);
+        assert_eq!(again.disks[0].path.as_deref(), Some("/images/new.qcow2"));
+    }
 }
