@@ -151,7 +151,12 @@ impl Virsh {
 
     /// Whether its memory was saved by `virsh managedsave`: its next start goes on from there, with the disks as they were then.
     pub fn has_saved_memory(&self, domain: &str) -> Result<bool, VirshError> {
-        self.run(&["dominfo", domain]).map(|info| says_saved(&info))
+        self.run(&["dominfo", domain]).map(|info| says(&info, "Managed save"))
+    }
+
+    /// Whether libvirt still knows the domain when its QEMU has ended.
+    pub fn is_persistent(&self, domain: &str) -> Result<bool, VirshError> {
+        self.run(&["dominfo", domain]).map(|info| says(&info, "Persistent"))
     }
 
     /// Has the guest's agent freeze its file systems. The guest may make libvirt wait, but this no longer than `FREEZE_PATIENCE`.
@@ -220,11 +225,9 @@ fn failed(error: io::Error) -> VirshError {
     }
 }
 
-/// What `virsh dominfo` says of saved memory.
-fn says_saved(info: &str) -> bool {
-    info.lines()
-        .filter_map(|line| line.split_once(':'))
-        .any(|(key, value)| key == "Managed save" && value.trim() == "yes")
+/// Whether `virsh dominfo` says yes to this.
+fn says(info: &str, wanted: &str) -> bool {
+    info.lines().filter_map(|line| line.split_once(':')).any(|(key, value)| key == wanted && value.trim() == "yes")
 }
 
 /// What virsh said, in one line.
@@ -260,9 +263,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn saved_memory_is_found_in_what_virsh_prints() {
-        assert!(says_saved("Id:             -\nName:           web\nManaged save:   yes\n"));
-        assert!(!says_saved("Name:           yes\nManaged save:   no\n") && !says_saved(""));
+    fn yes_is_found_in_what_virsh_prints() {
+        let saved = |info: &str| says(info, "Managed save");
+        assert!(saved("Id:             -\nName:           web\nPersistent:     no\nManaged save:   yes\n"));
+        assert!(!saved("Name:           yes\nPersistent:     yes\nManaged save:   no\n") && !saved(""));
     }
 
     #[test]

@@ -2,7 +2,7 @@
 
 use hearth_vmtest::{Drives, Result, artifacts};
 
-use super::{Files, SEED, wait_off};
+use super::{Files, SEED, wait_off, wrap_virsh};
 
 #[test]
 fn attaching_changes_the_definition_and_detaching_restores_it() -> Result<()> {
@@ -40,6 +40,60 @@ fn attaching_changes_the_definition_and_detaching_restores_it() -> Result<()> {
     let left = vm.must(&["sh", "-c", "ls /etc/hearth /var/lib/hearth"], "")?;
     assert!(!left.contains("there"), "{left}");
     Ok(())
+}
+
+#[test]
+fn definition_that_changes_while_attach_works_is_kept() -> Result<()> {
+    let Some(files) = Files::define("meanwhile")? else { return Ok(()) };
+    let vm = &files.vm;
+    // `attach` has read the definition when it asks libvirt whether the hook is called.
+    let script = r#"case "$*" in
+    *"create --paused"*) "$real" --connect qemu:///system desc meanwhile --config --title --new-desc changed >/dev/null ;;
+esac
+exec "$real" "$@"
+"#;
+    wrap_virsh(vm, script)?;
+    let (code, said) = vm.try_hearth(&["attach", "meanwhile", "--yes"])?;
+    assert!(code == 1 && said.contains("has changed meanwhile"), "{said}");
+    let kept = vm.virsh("dumpxml", &["--inactive"])?;
+    assert!(kept.contains("<title>changed</title>") && !kept.contains("vhostuser"), "{kept}");
+    let left = vm.must(&["sh", "-c", "ls /etc/hearth /var/lib/hearth"], "")?;
+    assert!(!left.contains("meanwhile"), "{left}");
+    // Once more, and it is changed to what it is.
+    vm.hearth(&["attach", "meanwhile", "--yes"])?;
+    vm.hearth(&["detach", "meanwhile"])?;
+    assert_eq!(vm.virsh("dumpxml", &["--inactive"])?, kept);
+    // One that libvirt would forget is not defined.
+    vm.virsh("start", &["--paused"])?;
+    vm.virsh("undefine", &[])?;
+    let (code, said) = vm.try_hearth(&["attach", "meanwhile", "--yes"])?;
+    assert!(code == 1 && said.contains("it is transient"), "{said}");
+    vm.virsh("destroy", &[])?;
+    let list = vm.must(&["virsh", "list", "--all", "--name"], "")?;
+    assert!(!list.contains("meanwhile"), "{list}");
+    Ok(())
+}
+
+#[test]
+fn image_that_was_moved_while_attached_stays_the_disk() -> Result<()> {
+    let Some(files) = Files::define("moved")? else { return Ok(()) };
+    let vm = &files.vm;
+    let before = vm.virsh("dumpxml", &["--inactive"])?;
+    vm.hearth(&["attach", "moved", "--yes"])?;
+    let [old, new] = [files.image.clone(), files.image.with_extension("moved")].map(|path| path.display().to_string());
+    vm.must(&["mv", &old, &new], "")?;
+    vm.must(&["sed", "-i", &format!("s|{old}|{new}|; s|^queues = .*|&\\niops = 500|"), "/etc/hearth/moved.toml"], "")?;
+    vm.hearth(&["attach", "moved", "--yes"])?;
+    let file = vm.must(&["cat", "/etc/hearth/moved.toml"], "")?;
+    assert!(file.contains(&new) && file.contains("iops = 500"), "{file}");
+    vm.start()?;
+    files.verify()?;
+    vm.virsh("destroy", &[])?;
+    wait_off(vm)?;
+    vm.hearth(&["detach", "moved"])?;
+    assert_eq!(vm.virsh("dumpxml", &["--inactive"])?, before.replace(&old, &new));
+    vm.start()?;
+    files.verify()
 }
 
 #[test]

@@ -83,8 +83,10 @@ pub fn attach(context: &mut Context<'_>, arguments: &AttachArguments) -> Result<
     let attachment = Attachment::of(&name);
     // What was attached before is attached anew: it may have other disks now.
     let before = original(&attachment)?;
+    must_be_persistent(&virsh, &name)?;
+    let written = file_text(&attachment)?;
     let not_attachable = |problems| CliError::NotAttachable { name: name.clone(), problems };
-    let earlier = earlier_file(&attachment, not_attachable)?;
+    let earlier = earlier_file(written.as_deref(), &attachment, not_attachable)?;
     let plain = match &before {
         Some(before) => detached(&current, before, &name, &context.root, &earlier)?,
         None => current.clone(),
@@ -115,10 +117,16 @@ pub fn attach(context: &mut Context<'_>, arguments: &AttachArguments) -> Result<
     if !hook::is_live(&virsh, &plain)? {
         return Err(CliError::DeadHook { name });
     }
-    let earlier = fs::read_to_string(attachment.file()).ok();
+    // An answer may take long, and others may change both meanwhile.
+    if virsh.definition(domain)? != current || file_text(&attachment)? != written {
+        let what = format!(
+            "is not attached: its definition or its file has changed meanwhile; run `hearth attach {name}` again"
+        );
+        return Err(CliError::Machine { name, what });
+    }
     attachment.write(&text, &plain).map_err(|source| CliError::File { path: attachment.file(), source })?;
     if let Err(error) = virsh.define(&attached.xml) {
-        match before.zip(earlier) {
+        match before.zip(written) {
             // A failure now leaves the new ones, which the hook checks.
             Some((definition, text)) => drop(attachment.write(&text, &definition)),
             None => attachment.remove(),
@@ -144,10 +152,13 @@ pub fn detach(context: &mut Context<'_>, arguments: &DetachArguments) -> Result<
         return Err(CliError::Machine { name, what: "is not attached".to_owned() });
     };
     let not_detachable = |problems| CliError::NotDetachable { name: name.clone(), problems };
-    let earlier = earlier_file(&attachment, not_detachable)?;
+    let earlier = earlier_file(file_text(&attachment)?.as_deref(), &attachment, not_detachable)?;
     let plain = detached(&current, &before, &name, &context.root, &earlier)?;
     must_have_arrived(&plain, &name)?;
-    virsh.define(&plain)?;
+    // One that ends with its QEMU must not stay because of this.
+    if virsh.is_persistent(&name)? {
+        virsh.define(&plain)?;
+    }
     // Its keeper may have died, and the next one needs the files.
     if !virsh.is_off(&name)? && is_served(&virsh, &name, &context.root)? {
         attachment.note_detached().map_err(|source| CliError::File { path: attachment.file(), source })?;
@@ -162,6 +173,16 @@ pub fn detach(context: &mut Context<'_>, arguments: &DetachArguments) -> Result<
     attachment.remove();
     context.write_done(&name, &format!("{name} is detached"))?;
     Ok(Exit::Done)
+}
+
+/// Refuses a domain that has no next start. To define it would make it stay.
+fn must_be_persistent(virsh: &Virsh, name: &str) -> Result<(), CliError> {
+    if virsh.is_persistent(name)? {
+        return Ok(());
+    }
+    let hint = "define it first (virsh dumpxml --inactive, virsh define)";
+    let problem = Problem::error(name, "it is transient: libvirt forgets it when it ends", hint);
+    Err(CliError::NotAttachable { name: name.to_owned(), problems: vec![problem] })
 }
 
 /// Refuses to leave a disk with libvirt's own QEMU that has not arrived completely.
@@ -243,22 +264,33 @@ pub fn problems(name: &str, error: DefinitionError) -> Vec<Problem> {
     }
 }
 
-/// The machine's file, if the domain was attached before: its owner may have changed it. `failed`: the error for its problems.
-fn earlier_file(attachment: &Attachment, failed: impl Fn(Vec<Problem>) -> CliError) -> Result<ConfigFile, CliError> {
+/// The text of the machine's file, if it has one.
+fn file_text(attachment: &Attachment) -> Result<Option<String>, CliError> {
     let file = attachment.file();
-    let text = match fs::read_to_string(&file) {
-        Ok(text) => text,
-        Err(error) if error.kind() == io::ErrorKind::NotFound => {
-            return Ok(ConfigFile { refill: Some("on".to_owned()), ..ConfigFile::default() });
-        }
-        Err(source) => return Err(CliError::File { path: file, source }),
+    match fs::read_to_string(&file) {
+        Ok(text) => Ok(Some(text)),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(source) => Err(CliError::File { path: file, source }),
+    }
+}
+
+/// The machine's file, if the domain was attached before: its owner may have changed it. `failed`: the error for its
+/// problems.
+fn earlier_file(
+    text: Option<&str>,
+    attachment: &Attachment,
+    failed: impl Fn(Vec<Problem>) -> CliError,
+) -> Result<ConfigFile, CliError> {
+    let Some(text) = text else {
+        return Ok(ConfigFile { refill: Some("on".to_owned()), ..ConfigFile::default() });
     };
-    let typed = ConfigFile::parse(&text).map_err(&failed)?;
+    let typed = ConfigFile::parse(text).map_err(&failed)?;
     if typed.owner.as_deref() == Some("libvirt") {
         return Ok(typed);
     }
     let message = "is the file of a machine that is not a domain of libvirt";
-    let problem = Problem::error(file.display().to_string(), message, "move it away, or rename the domain");
+    let problem =
+        Problem::error(attachment.file().display().to_string(), message, "move it away, or rename the domain");
     Err(failed(vec![problem]))
 }
 
