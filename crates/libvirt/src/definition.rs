@@ -688,6 +688,10 @@ impl Disk {
         if driver("queues").is_some() && wanted > QUEUES_MAX {
             lost.push((format!("driver queues='{wanted}'"), "is cut to the most that Hearth serves"));
         }
+        let read_only = child(element, "readonly").is_some();
+        if driver("discard").is_none() && !read_only {
+            lost.push(("driver discard='ignore' (the default)".to_owned(), why_lost("driver@discard")));
+        }
         let others = unknown(element, &[&[CARRIED], known].concat());
         lost.extend(others.iter().map(|other| (other.shown(), why_lost(&other.path))));
         let (mib_per_second, iops) = limits(element, &mut lost);
@@ -695,7 +699,7 @@ impl Disk {
             name: target(element).to_owned(),
             path,
             format,
-            read_only: child(element, "readonly").is_some(),
+            read_only,
             direct: driver("cache") == Some("none"),
             serial: serial.chars().take(SERIAL_BYTES_MAX).collect(),
             queues: wanted.clamp(1, QUEUES_MAX),
@@ -1125,7 +1129,7 @@ mod tests {
 
     #[test]
     fn no_setting_of_a_disk_is_lost_in_silence() {
-        const PLAIN: &str = "<disk type='file' device='disk'><driver name='qemu' type='raw'/><source file='/x'/>\
+        const PLAIN: &str = "<disk type='file' device='disk'><driver name='qemu' type='raw' discard='unmap'/><source file='/x'/>\
                              <target dev='vdb' bus='virtio'/></disk>";
         for (expect, paths) in SETTINGS {
             for path in paths.split_whitespace() {
@@ -1160,9 +1164,15 @@ mod tests {
             let xml = DOMAIN.replace("discard='unmap'", attribute);
             attach(&xml, None, OnCrash::Restart, socket, sound).unwrap().dropped.concat()
         };
-        assert_eq!(told("io='native'"), "vda: driver io='native' has no effect");
+        assert_eq!(told("io='native' discard='unmap'"), "vda: driver io='native' has no effect");
         let kept = told("discard='ignore'");
         assert_eq!(kept, "vda: driver discard='ignore' has no effect: the guest's discards free space in the image");
+        let default =
+            "vda: driver discard='ignore' (the default) has no effect: the guest's discards free space in the image";
+        assert_eq!(told(""), default);
+        let read_only = DOMAIN.replace(" discard='unmap'", "").replace("<serial>", "<readonly/><serial>");
+        let dropped = attach(&read_only, None, OnCrash::Restart, socket, sound).unwrap().dropped;
+        assert!(dropped.is_empty(), "a guest cannot discard there: {dropped:?}");
     }
 
     #[test]

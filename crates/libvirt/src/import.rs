@@ -922,7 +922,7 @@ mod tests {
 
     const PLAIN: &str = "<domain type='kvm'><name>web</name><memory>2097152</memory><vcpu>2</vcpu>\
         <os><type arch='x86_64' machine='q35'>hvm</type></os><devices>\
-        <disk type='file'><source file='/x'/><target dev='vda' bus='virtio'/></disk>\
+        <disk type='file'><driver discard='unmap'/><source file='/x'/><target dev='vda' bus='virtio'/></disk>\
         <interface type='user'><model type='virtio'/></interface></devices></domain>";
 
     fn fate(xml: &str) -> Fate {
