@@ -25,6 +25,14 @@ pub struct Virsh {
     uri: String,
 }
 
+/// A domain that libvirt knows, running or not.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[allow(missing_docs, reason = "the names say it")]
+pub struct KnownDomain {
+    pub uuid: String,
+    pub name: String,
+}
+
 /// What happens to a guest, as libvirt reports it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum DomainEvent {
@@ -57,6 +65,11 @@ impl Virsh {
     /// The same, reached by this program.
     pub fn with_program(program: PathBuf) -> Self {
         Self { program, uri: "qemu:///system".to_owned() }
+    }
+
+    /// All domains that libvirt knows. An error says that libvirt does not answer.
+    pub fn domains(&self) -> Result<Vec<KnownDomain>, VirshError> {
+        self.run(&["list", "--all", "--uuid", "--name"]).map(|list| list.lines().filter_map(known_domain).collect())
     }
 
     /// The definition with which the domain starts next, with its secrets.
@@ -249,6 +262,12 @@ fn end_within(process: &mut Child, patience: Duration) -> io::Result<Option<Exit
     process.wait().map(|_| None)
 }
 
+/// The domain in a line of `virsh list --uuid --name`. Its name may have spaces.
+fn known_domain(line: &str) -> Option<KnownDomain> {
+    let (uuid, name) = line.trim().split_once(' ')?;
+    Some(KnownDomain { uuid: uuid.to_owned(), name: name.trim().to_owned() })
+}
+
 /// The event in a line that virsh prints: `event 'lifecycle' for domain 'web': Crashed Panicked`.
 fn event_in(line: &str) -> Option<(&str, DomainEvent)> {
     if let Some((_, rest)) = line.split_once("event 'reboot' for domain '") {
@@ -267,6 +286,15 @@ mod tests {
         let saved = |info: &str| says(info, "Managed save");
         assert!(saved("Id:             -\nName:           web\nPersistent:     no\nManaged save:   yes\n"));
         assert!(!saved("Name:           yes\nPersistent:     yes\nManaged save:   no\n") && !saved(""));
+    }
+
+    #[test]
+    fn known_domains_are_found_in_what_virsh_prints() {
+        let of = |uuid: &str, name: &str| Some(KnownDomain { uuid: uuid.to_owned(), name: name.to_owned() });
+        assert_eq!(known_domain("6695eb01-f6a4 test"), of("6695eb01-f6a4", "test"));
+        // Older ones print columns.
+        assert_eq!(known_domain("6695eb01-f6a4  two words   "), of("6695eb01-f6a4", "two words"));
+        assert_eq!(known_domain(""), None);
     }
 
     #[test]

@@ -139,6 +139,115 @@ fn start_that_cannot_be_served_fails_with_a_remedy() -> Result<()> {
     files.verify()
 }
 
+/// Runs virsh, which would wait without end for a disk that nobody serves. Returns whether it succeeded, and what it said.
+fn try_virsh(files: &Files, words: &[&str]) -> Result<(bool, String)> {
+    let output = files.vm.command(&[&["timeout", "60", "virsh", "-q"], words].concat(), "")?;
+    Ok((output.status.success(), String::from_utf8_lossy(&output.stderr).into_owned()))
+}
+
+/// The start, `attach` and `detach` of this domain all name this remedy.
+fn assert_refused(files: &Files, name: &str, remedy: &str) -> Result<()> {
+    let (started, said) = try_virsh(files, &["start", name])?;
+    assert!(!started && said.contains(remedy), "start: {said}");
+    for words in [&["attach", name, "--yes"][..], &["detach", name]] {
+        let (code, said) = files.vm.try_hearth(words)?;
+        assert!(code == 1 && said.contains(remedy), "{words:?}: {code}: {said}");
+    }
+    Ok(())
+}
+
+#[test]
+fn renamed_domain_is_refused_with_a_remedy() -> Result<()> {
+    let Some(files) = Files::define("named")? else { return Ok(()) };
+    let vm = &files.vm;
+    vm.hearth(&["attach", "named", "--yes"])?;
+    let rename = |from: &str, to: &str| vm.must(&["virsh", "-q", "domrename", from, to], "");
+    rename("named", "other")?;
+    assert_refused(&files, "other", "`virsh domrename other named`")?;
+    let (code, said) = vm.try_hearth(&["detach", "named"])?;
+    assert!(code == 1 && said.contains("`virsh domrename other named`"), "{said}");
+    rename("other", "named")?;
+    vm.hearth(&["detach", "named"])?;
+    rename("named", "other")?;
+    vm.hearth(&["attach", "other", "--yes"])?;
+    vm.must(&["virsh", "-q", "start", "other"], "")?;
+    vm.wait_next_boot()?;
+    files.verify()
+}
+
+#[test]
+fn undefined_domain_is_detached_and_leaves_nothing_to_the_next() -> Result<()> {
+    let Some(files) = Files::define("gone")? else { return Ok(()) };
+    let vm = &files.vm;
+    let before = vm.virsh("dumpxml", &["--inactive"])?;
+    let left = || vm.must(&["sh", "-c", "ls /etc/hearth /var/lib/hearth"], "");
+    vm.hearth(&["attach", "gone", "--yes"])?;
+    vm.start()?;
+    vm.virsh("destroy", &[])?;
+    wait_off(vm)?;
+    vm.must(&["pkill", "-x", "libvirtd"], "")?;
+    vm.wait_libvirt_end()?;
+    let (code, said) = vm.try_hearth(&["detach", "gone"])?;
+    assert!(code == 1 && said.contains("connect") && left()?.contains("gone.toml"), "{said}");
+    vm.start_libvirt()?;
+    vm.virsh("undefine", &[])?;
+    let (code, said) = vm.try_hearth(&["rm", "gone", "--yes"])?;
+    assert!(code == 1 && said.contains("`hearth detach gone`"), "{said}");
+
+    // Another domain with the same name.
+    let lines = before.lines().filter(|line| !line.contains("<uuid>"));
+    vm.must(&["virsh", "define", "/dev/stdin"], &lines.collect::<Vec<_>>().join("\n"))?;
+    let next = vm.virsh("dumpxml", &["--inactive"])?;
+    let (code, said) = vm.try_hearth(&["attach", "gone", "--yes"])?;
+    assert!(code == 1 && said.contains("`hearth detach gone`"), "{said}");
+    vm.virsh("undefine", &[])?;
+    let said = vm.hearth(&["detach", "gone"])?;
+    assert!(said.contains(&files.image.display().to_string()) && files.image.exists(), "{said}");
+    assert!(!left()?.contains("gone"), "{}", left()?);
+    vm.wait_until("its keeper has ended", || Ok(vm.try_hearth(&["status", "gone"])?.0 == 3))?;
+    let (code, said) = vm.try_hearth(&["detach", "gone"])?;
+    assert!(code == 1 && said.contains("gone"), "libvirt's own error: {said}");
+    vm.must(&["virsh", "define", "/dev/stdin"], &next)?;
+    vm.hearth(&["attach", "gone", "--yes"])?;
+    vm.start()?;
+    files.verify()?;
+
+    // The next one is there already.
+    vm.virsh("destroy", &[])?;
+    wait_off(vm)?;
+    vm.virsh("undefine", &[])?;
+    vm.must(&["virsh", "define", "/dev/stdin"], &before)?;
+    vm.hearth(&["detach", "gone"])?;
+    assert!(!left()?.contains("gone"), "{}", left()?);
+    assert_eq!(vm.virsh("dumpxml", &["--inactive"])?, before);
+    vm.start()?;
+    files.verify()
+}
+
+/// Its definition from attached times is all that there is of its attachment.
+#[test]
+fn definition_from_a_backup_is_refused_with_a_remedy() -> Result<()> {
+    let Some(files) = Files::define("backup")? else { return Ok(()) };
+    let vm = &files.vm;
+    vm.hearth(&["attach", "backup", "--yes"])?;
+    let attached = vm.virsh("dumpxml", &["--inactive"])?;
+    vm.hearth(&["detach", "backup"])?;
+    vm.must(&["virsh", "define", "/dev/stdin"], &attached)?;
+    assert_refused(&files, "backup", "`virsh edit backup`")?;
+
+    let (first, last) = (attached.find("<disk "), attached.rfind("</disk>"));
+    let (first, last) = (first.expect("a disk"), last.expect("a disk") + "</disk>".len());
+    let disk = format!(
+        "<disk type='file' device='disk'><driver name='qemu' type='raw'/><source file='{}'/><target dev='vda' bus='virtio'/>\
+         </disk>",
+        files.image.display()
+    );
+    vm.must(&["virsh", "define", "/dev/stdin"], &format!("{}{disk}{}", &attached[..first], &attached[last..]))?;
+    vm.hearth(&["attach", "backup", "--yes"])?;
+    vm.start()?;
+    files.verify()
+}
+
 #[test]
 fn requests_that_are_libvirts_are_refused() -> Result<()> {
     let Some(files) = Files::running("whose")? else { return Ok(()) };

@@ -16,7 +16,7 @@ use hearth_libvirt::virsh::Virsh;
 use serde::Serialize;
 use similar::TextDiff;
 
-use super::{CliError, Context, Exit, arriving, backing, hook};
+use super::{CliError, Context, Exit, arriving, backing, claim, departed, hook};
 use crate::attachment::{Attachment, CONFIGURATIONS};
 use crate::check::life;
 use crate::config::{Config, ConfigFile, DiskSection};
@@ -81,6 +81,7 @@ pub fn attach(context: &mut Context<'_>, arguments: &AttachArguments) -> Result<
     let current = virsh.definition(domain)?;
     let name = definition::name(&current).map_err(|error| refused(domain, error))?;
     let attachment = Attachment::of(&name);
+    must_have_own_disks(&current, &name, &context.root)?;
     // What was attached before is attached anew: it may have other disks now.
     let before = original(&attachment)?;
     must_be_persistent(&virsh, &name)?;
@@ -145,10 +146,22 @@ pub fn attach(context: &mut Context<'_>, arguments: &AttachArguments) -> Result<
 
 pub fn detach(context: &mut Context<'_>, arguments: &DetachArguments) -> Result<Exit, CliError> {
     let (virsh, domain) = (Virsh::system(), &arguments.domain);
-    let current = virsh.definition(domain)?;
+    let current = match virsh.definition(domain) {
+        Ok(current) => current,
+        Err(error) => return departed::detach_unknown(context, &virsh, domain, error),
+    };
     let name = definition::name(&current).map_err(|error| refused(domain, error))?;
     let attachment = Attachment::of(&name);
-    let Some(before) = original(&attachment)? else {
+    claim::must_be_known(&name, &current, &context.root)
+        .map_err(|error| stays_attached(&name, error.problem(&name)))?;
+    let before = original(&attachment)?;
+    // A domain with other disks than Hearth's is not the one that was attached.
+    let is_other = before.as_ref().is_none_or(|before| !claim::is_same_domain(before, &current))
+        && claim::own_sockets(&name, &current, &context.root).is_empty();
+    if is_other && departed::has_files(&name) {
+        return departed::detach_earlier(context, &virsh, &name);
+    }
+    let Some(before) = before else {
         return Err(CliError::Machine { name, what: "is not attached".to_owned() });
     };
     let not_detachable = |problems| CliError::NotDetachable { name: name.clone(), problems };
@@ -183,6 +196,16 @@ fn must_be_persistent(virsh: &Virsh, name: &str) -> Result<(), CliError> {
     let hint = "define it first (virsh dumpxml --inactive, virsh define)";
     let problem = Problem::error(name, "it is transient: libvirt forgets it when it ends", hint);
     Err(CliError::NotAttachable { name: name.to_owned(), problems: vec![problem] })
+}
+
+/// Refuses a domain with a disk whose image Hearth does not know, or whose name another one has left files under.
+fn must_have_own_disks(current: &str, name: &str, root: &RuntimeRoot) -> Result<(), CliError> {
+    let checked = claim::must_be_known(name, current, root).and_then(|()| claim::must_not_replace(name, current));
+    checked.map_err(|error| CliError::NotAttachable { name: name.to_owned(), problems: vec![error.problem(name)] })
+}
+
+fn stays_attached(name: &str, problem: Problem) -> CliError {
+    CliError::NotDetachable { name: name.to_owned(), problems: vec![problem] }
 }
 
 /// Refuses to leave a disk with libvirt's own QEMU that has not arrived completely.

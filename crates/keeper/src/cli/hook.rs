@@ -11,7 +11,7 @@
 use std::fs::{self, OpenOptions};
 use std::io::{self, Read, Write};
 use std::os::unix::fs::OpenOptionsExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
@@ -21,8 +21,9 @@ use hearth_libvirt::definition;
 use hearth_libvirt::virsh::{Virsh, VirshError};
 use hearth_qemu::bounded::{self, Finished};
 
+use super::claim::NotServed;
 use super::machine::{KEEPER_LOG, keeper_command};
-use super::{CliError, Exit};
+use super::{CliError, Exit, claim};
 use crate::attachment::Attachment;
 use crate::check::life;
 use crate::client::Client;
@@ -55,14 +56,6 @@ pub struct HookArguments {
     _more: Vec<String>,
 }
 
-/// What the start of a domain fails with.
-#[derive(Debug, thiserror::Error)]
-#[error("{what}; {remedy}")]
-struct NotServed {
-    what: String,
-    remedy: String,
-}
-
 pub fn perform(root: &RuntimeRoot, arguments: &HookArguments) -> Result<Exit, CliError> {
     let HookArguments { domain, operation, .. } = arguments;
     let mut xml = String::new();
@@ -72,7 +65,7 @@ pub fn perform(root: &RuntimeRoot, arguments: &HookArguments) -> Result<Exit, Cl
         "prepare" if domain == PROBE => Err(CliError::Hook(PROBE_ANSWER.to_owned())),
         "prepare" => prepare(root, domain, &xml).map_err(|error| CliError::Hook(error.to_string())),
         "release" => {
-            if is_ours(root, domain, &xml) {
+            if !claim::own_sockets(domain, &xml, root).is_empty() {
                 // A keeper that is gone has nothing to close.
                 let _ = Client::new(root.api_socket(domain)).send(&DomainEnded {});
             }
@@ -82,27 +75,19 @@ pub fn perform(root: &RuntimeRoot, arguments: &HookArguments) -> Result<Exit, Cl
     }
 }
 
-/// Sockets of this domain that Hearth is to serve.
-fn sockets(root: &RuntimeRoot, domain: &str, xml: &str) -> Vec<PathBuf> {
-    let folder = root.machine(domain);
-    // What is no definition has no disk of ours.
-    let mut sockets = definition::disk_sockets(xml).unwrap_or_default();
-    sockets.retain(|socket| socket.starts_with(&folder));
-    sockets
-}
-
-fn is_ours(root: &RuntimeRoot, domain: &str, xml: &str) -> bool {
-    !sockets(root, domain, xml).is_empty()
-}
-
 /// Has the domain's disks served.
 fn prepare(root: &RuntimeRoot, domain: &str, xml: &str) -> Result<Exit, NotServed> {
-    let wanted = sockets(root, domain, xml);
+    claim::must_be_of(domain, xml, root)?;
+    let wanted = claim::own_sockets(domain, xml, root);
     if wanted.is_empty() {
         return Ok(Exit::Done);
     }
-    let file = Attachment::of(domain).file();
-    let again = || format!("run `hearth attach {domain}`, or give its disks back to libvirt: `hearth detach {domain}`");
+    let attachment = Attachment::of(domain);
+    let file = attachment.file();
+    let again = || match attachment.definition() {
+        Ok(None) => claim::images_by_hand(domain),
+        _ => format!("run `hearth attach {domain}`, or give its disks back to libvirt: `hearth detach {domain}`"),
+    };
     let config = Config::load(&file, root).map_err(|problems| NotServed {
         what: format!("Hearth cannot serve the disks of {domain}: {}", problems[0]),
         remedy: again(),

@@ -37,10 +37,12 @@ mod attach;
 mod backing;
 #[cfg(test)]
 mod browser;
+mod claim;
 mod clone;
 mod complete;
 mod configuration;
 mod console;
+mod departed;
 mod disk_copy;
 mod dump;
 mod events;
