@@ -248,6 +248,39 @@ fn definition_from_a_backup_is_refused_with_a_remedy() -> Result<()> {
     files.verify()
 }
 
+/// libvirt restores a saved guest with the disks that it was saved with, whatever the definition says by then.
+#[test]
+fn saved_guest_keeps_its_disks() -> Result<()> {
+    let Some(files) = Files::define("saved")? else { return Ok(()) };
+    let vm = &files.vm;
+    vm.start()?;
+    let nonce = vm.nonce()?;
+    vm.virsh("managedsave", &[])?;
+    let said = vm.hearth(&["attach", "saved", "--yes"])?;
+    assert!(said.contains("the change counts from the start after that"), "{said}");
+    vm.virsh("start", &[])?;
+    assert_eq!(vm.nonce()?, nonce, "the same guest");
+    let (code, said) = vm.try_hearth(&["status", "saved"])?;
+    assert_eq!(code, 3, "it has no keeper yet: {said}");
+    vm.virsh("destroy", &[])?;
+    vm.start()?;
+    files.verify()?;
+    let nonce = vm.nonce()?;
+
+    vm.virsh("managedsave", &[])?;
+    let definition = vm.virsh("dumpxml", &["--inactive"])?;
+    let (code, said) = vm.try_hearth(&["detach", "saved"])?;
+    assert!(code == 1 && said.contains("`virsh managedsave-remove saved`"), "{said}");
+    assert_eq!(vm.virsh("dumpxml", &["--inactive"])?, definition);
+    vm.virsh("start", &[])?;
+    assert_eq!(vm.nonce()?, nonce, "the same guest");
+    vm.hearth(&["detach", "saved"])?;
+    files.verify()?;
+    vm.virsh("destroy", &[])?;
+    vm.start()?;
+    files.verify()
+}
+
 #[test]
 fn requests_that_are_libvirts_are_refused() -> Result<()> {
     let Some(files) = Files::running("whose")? else { return Ok(()) };

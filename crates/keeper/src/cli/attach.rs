@@ -135,11 +135,7 @@ pub fn attach(context: &mut Context<'_>, arguments: &AttachArguments) -> Result<
         return Err(error.into());
     }
     if !context.json {
-        let when = match virsh.state(&name)?.as_str() {
-            "shut off" => format!("start it: virsh start {name}"),
-            _ => format!("it still runs as before; shut it down, and start it again: virsh shutdown {name}"),
-        };
-        context.write_line(&format!("{name} is attached from its next start on; {when}"))?;
+        context.write_line(&when_attached(&virsh, &name)?)?;
     }
     report(context, &attached, &attachment, &diff, true)
 }
@@ -168,6 +164,7 @@ pub fn detach(context: &mut Context<'_>, arguments: &DetachArguments) -> Result<
     let earlier = earlier_file(file_text(&attachment)?.as_deref(), &attachment, not_detachable)?;
     let plain = detached(&current, &before, &name, &context.root, &earlier)?;
     must_have_arrived(&plain, &name)?;
+    must_have_no_saved_memory(&virsh, &name)?;
     // One that ends with its QEMU must not stay because of this.
     if virsh.is_persistent(&name)? {
         virsh.define(&plain)?;
@@ -202,6 +199,33 @@ fn must_be_persistent(virsh: &Virsh, name: &str) -> Result<(), CliError> {
 fn must_have_own_disks(current: &str, name: &str, root: &RuntimeRoot) -> Result<(), CliError> {
     let checked = claim::must_be_known(name, current, root).and_then(|()| claim::must_not_replace(name, current));
     checked.map_err(|error| CliError::NotAttachable { name: name.to_owned(), problems: vec![error.problem(name)] })
+}
+
+/// From when on the domain has Hearth's disks.
+fn when_attached(virsh: &Virsh, name: &str) -> Result<String, CliError> {
+    let when = match virsh.state(name)?.as_str() {
+        "shut off" if virsh.has_saved_memory(name)? => {
+            return Ok(format!(
+                "{name} is attached, but its next start goes on from its saved memory (managedsave), with the disks that it was \
+                 saved with; the change counts from the start after that"
+            ));
+        }
+        "shut off" => format!("start it: virsh start {name}"),
+        _ => format!("it still runs as before; shut it down, and start it again: virsh shutdown {name}"),
+    };
+    Ok(format!("{name} is attached from its next start on; {when}"))
+}
+
+/// Refuses to leave a saved guest without its disks: libvirt restores it with the definition of then, which names Hearth's sockets.
+fn must_have_no_saved_memory(virsh: &Virsh, name: &str) -> Result<(), CliError> {
+    if !virsh.has_saved_memory(name)? {
+        return Ok(());
+    }
+    let message = "libvirt has saved its memory (managedsave), and restores it only with the disks that Hearth serves";
+    let hint = format!(
+        "start it (`virsh start {name}`) and detach it then, or drop the saved memory: `virsh managedsave-remove {name}`"
+    );
+    Err(stays_attached(name, Problem::error(name, message, hint)))
 }
 
 fn stays_attached(name: &str, problem: Problem) -> CliError {
