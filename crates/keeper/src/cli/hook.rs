@@ -20,6 +20,7 @@ use hearth_api::{DomainEnded, DomainStarts, ErrorWord};
 use hearth_libvirt::definition;
 use hearth_libvirt::virsh::{Virsh, VirshError};
 use hearth_qemu::bounded::{self, Finished};
+use hearth_recovery::journal::Journal;
 
 use super::claim::NotServed;
 use super::machine::{KEEPER_LOG, keeper_command};
@@ -28,6 +29,7 @@ use crate::attachment::Attachment;
 use crate::check::life;
 use crate::client::Client;
 use crate::config::Config;
+use crate::event_log::last_failure;
 use crate::folders::{CACHE_MAP, disk_socket};
 use crate::runtime_root::RuntimeRoot;
 
@@ -42,6 +44,8 @@ const PROBE: &str = "hearth-hook-probe";
 const PROBE_ANSWER: &str = "the hook of Hearth is called";
 /// A keeper that starts may wait for the lock of an image.
 const START_PATIENCE: Duration = Duration::from_secs(60);
+/// systemctl only has to pass it on.
+const STOP_PATIENCE: Duration = Duration::from_secs(10);
 const START_STEP: Duration = Duration::from_millis(10);
 /// Lines of a keeper's log in an error.
 const LAST_LINES: usize = 3;
@@ -102,7 +106,11 @@ fn prepare(root: &RuntimeRoot, domain: &str, xml: &str) -> Result<Exit, NotServe
     let log = root.machine(domain).join(KEEPER_LOG);
     let failed = |what: String| NotServed {
         what: format!("the keeper of {domain} {what}"),
-        remedy: format!("see `journalctl -u hearth@{domain}`, or {}", log.display()),
+        remedy: format!(
+            "`hearth check {}` names what is wrong, with remedies; see also `journalctl -u hearth@{domain}`, or {}",
+            file.display(),
+            log.display()
+        ),
     };
     let client = Client::new(root.api_socket(domain)).with_patience(START_PATIENCE);
     start_keeper(root, domain, &file, &client).map_err(failed)?;
@@ -129,7 +137,7 @@ fn start_keeper(root: &RuntimeRoot, domain: &str, file: &Path, client: &Client) 
     let mut keeper = match life::has_keeper(&root.machine(domain)) {
         true => None,
         false if is_systemd_in_charge() => {
-            start_unit(&mut Command::new("systemctl"), domain, START_PATIENCE)?;
+            start_unit(Path::new("systemctl"), domain, &root.machine(domain), START_PATIENCE)?;
             None
         }
         false => {
@@ -162,15 +170,31 @@ fn is_systemd_in_charge() -> bool {
 }
 
 /// Runs `systemctl start`, which waits for as long as the unit takes. libvirt waits for its hook without a limit.
-fn start_unit(systemctl: &mut Command, domain: &str, patience: Duration) -> Result<(), String> {
+fn start_unit(systemctl: &Path, domain: &str, runtime: &Path, patience: Duration) -> Result<(), String> {
     let unit = format!("hearth@{domain}.service");
-    match bounded::run(systemctl.args(["start", &unit]), patience) {
-        Ok(Finished { status: None, .. }) => {
-            Err(format!("is not ready after {} s: see `systemctl status {unit}`", patience.as_secs()))
-        }
-        Ok(finished) if finished.succeeded() => Ok(()),
-        Ok(_) => Err(format!("does not start: see `systemctl status {unit}`")),
-        Err(error) => Err(format!("cannot be started with systemctl: {error}")),
+    let what = match bounded::run(Command::new(systemctl).args(["start", &unit]), patience) {
+        Ok(finished) if finished.succeeded() => return Ok(()),
+        Ok(Finished { status: None, .. }) => format!("is not ready after {} s", patience.as_secs()),
+        Ok(_) => "does not start".to_owned(),
+        Err(error) => return Err(format!("cannot be started with systemctl: {error}")),
+    };
+    if !needs_keeper(runtime) {
+        // systemd would try again without end for a domain that is off. The hook must not wait for it.
+        let _ = bounded::run(Command::new(systemctl).args(["stop", "--no-block", &unit]), STOP_PATIENCE);
+    }
+    match last_failure(runtime) {
+        Some(why) => Err(format!("{what}; its last error: {why}")),
+        None => Err(format!("{what}: see `systemctl status {unit}`")),
+    }
+}
+
+/// Whether the domain has a QEMU, or `hearth host` is to start it after a crash: then its keeper must come back by itself.
+fn needs_keeper(runtime: &Path) -> bool {
+    match Journal::load(&runtime.join("journal.json")) {
+        Ok(None) => false,
+        Ok(Some(journal)) => journal.ordered.is_some() || life::living_guest(runtime).is_some(),
+        // It may name a QEMU.
+        Err(_) => true,
     }
 }
 
@@ -207,20 +231,59 @@ pub fn is_live(virsh: &Virsh, xml: &str) -> Result<bool, CliError> {
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::PermissionsExt;
+
+    use hearth_recovery::journal::OrderNote;
+
     use super::*;
+    use crate::failure;
+
+    /// Starts the unit by a systemctl that is this script, for a domain with its files in `runtime`. Returns the error, and all words
+    /// that systemctl got.
+    fn start(script: &str, runtime: &Path, patience_s: u64) -> (Option<String>, String) {
+        let folder = tempfile::tempdir().unwrap();
+        let (systemctl, words) = (folder.path().join("systemctl"), folder.path().join("words"));
+        let script = format!("#!/bin/sh\necho \"$@\" >>{}\n[ \"$1\" = start ] || exit 0\n{script}\n", words.display());
+        fs::write(&systemctl, script).unwrap();
+        fs::set_permissions(&systemctl, fs::Permissions::from_mode(0o755)).unwrap();
+        let done = start_unit(&systemctl, "web", runtime, Duration::from_secs(patience_s));
+        (done.err(), fs::read_to_string(words).unwrap())
+    }
+
+    const STARTED: &str = "start hearth@web.service\n";
+    const GIVEN_UP: &str = "start hearth@web.service\nstop --no-block hearth@web.service\n";
 
     #[test]
-    fn unit_that_does_not_get_ready_is_given_up() {
-        let start = |script: &str, patience| {
-            let mut systemctl = Command::new("sh");
-            start_unit(systemctl.args(["-c", script]), "web", Duration::from_secs(patience))
+    fn unit_that_does_not_start_is_given_up_with_its_reason() {
+        let folder = tempfile::tempdir().unwrap();
+        let check = |script, patience_s, error: Option<&str>, words: &str| {
+            assert_eq!(start(script, folder.path(), patience_s), (error.map(str::to_owned), words.to_owned()));
         };
-        assert_eq!(
-            start("exec sleep 1000", 1).unwrap_err(),
-            "is not ready after 1 s: see `systemctl status hearth@web.service`"
-        );
-        assert!(start("exit 1", 60).unwrap_err().starts_with("does not start"));
-        assert!(start("exit 0", 60).is_ok());
+        check("exit 0", 60, None, STARTED);
+        check("exit 1", 60, Some("does not start: see `systemctl status hearth@web.service`"), GIVEN_UP);
+        failure::record("web", folder.path(), "/srv/web.img: no such file");
+        check("exit 1", 60, Some("does not start; its last error: /srv/web.img: no such file"), GIVEN_UP);
+        let late = "is not ready after 1 s; its last error: /srv/web.img: no such file";
+        check("exec sleep 1000", 1, Some(late), GIVEN_UP);
+    }
+
+    #[test]
+    fn unit_of_a_living_qemu_is_not_stopped() {
+        let folder = tempfile::tempdir().unwrap();
+        let check = |journal: &Journal, words: &str| {
+            journal.save(&folder.path().join("journal.json")).unwrap();
+            assert_eq!(start("exit 1", folder.path(), 60).1, words);
+        };
+        let mut journal = Journal::new("web", 1 << 30);
+        check(&journal, GIVEN_UP);
+        journal.ordered = Some(OrderNote::Reboot { cold: false });
+        check(&journal, STARTED);
+        (journal.ordered, journal.qemu) = (None, Some(crate::sample::qemu_identity(std::process::id())));
+        check(&journal, GIVEN_UP);
+        journal.qemu = Some(crate::sample::this_process());
+        check(&journal, STARTED);
+        fs::write(folder.path().join("journal.json"), "torn").unwrap();
+        assert_eq!(start("exit 1", folder.path(), 60).1, STARTED);
     }
 
     #[test]

@@ -577,19 +577,12 @@ fn guest_is_parked_before_keeper_ends() {
     assert!(fixture.output(&["ls"]).contains("web   parked"));
 }
 
-/// This process stands for the QEMU in a dead keeper's journal.
-fn this_process() -> QemuIdentity {
-    let stat = std::fs::read_to_string("/proc/self/stat").unwrap();
-    let start_ticks = stat.rsplit(')').next().unwrap().split_whitespace().nth(19).unwrap().parse().unwrap();
-    QemuIdentity { start_ticks, ..sample::qemu_identity(std::process::id()) }
-}
-
 #[test]
 fn dead_keeper_differs_from_dead_machine() {
     let mut fixture = fixture();
     fixture.server = None;
     let mut journal = Journal::new("web", 1 << 30);
-    journal.qemu = Some(this_process());
+    journal.qemu = Some(sample::this_process());
     journal.save(&fixture.folder.path().join("web/journal.json")).unwrap();
     let pid = std::process::id();
     let expect =
