@@ -15,6 +15,8 @@ use hearth_memory::{Durability, replace_file};
 /// Folder of the machines' configurations. Relative paths in these start there.
 pub const CONFIGURATIONS: &str = "/etc/hearth";
 const STATES: &str = "/var/lib/hearth";
+/// Where libvirt keeps the memory of `virsh managedsave`.
+const SAVED: &str = "/var/lib/libvirt/qemu/save";
 
 /// The files of one domain.
 pub struct Attachment {
@@ -79,9 +81,9 @@ impl Attachment {
         fs::write(self.detached_file(), "")
     }
 
-    /// Whether it was detached while it ran.
+    /// Whether it was detached while it ran. A guest that libvirt has saved comes back with the disks that it had.
     pub fn is_detached(&self) -> bool {
-        self.detached_file().exists()
+        self.detached_file().exists() && !Path::new(SAVED).join(format!("{}.save", self.name)).exists()
     }
 
     /// Removes the files.

@@ -276,7 +276,13 @@ fn saved_guest_keeps_its_disks() -> Result<()> {
     assert_eq!(vm.nonce()?, nonce, "the same guest");
     vm.hearth(&["detach", "saved"])?;
     files.verify()?;
+    // Its definition has no disks of Hearth's any more, and this guest has.
+    vm.virsh("managedsave", &[])?;
+    vm.virsh("start", &[])?;
+    assert_eq!(vm.nonce()?, nonce, "the same guest");
+    files.verify()?;
     vm.virsh("destroy", &[])?;
+    vm.wait_until("its keeper has ended", || Ok(vm.try_hearth(&["status", "saved"])?.0 == 3))?;
     vm.start()?;
     files.verify()
 }
