@@ -44,6 +44,9 @@ const PROBE: &str = "hearth-hook-probe";
 const PROBE_ANSWER: &str = "the hook of Hearth is called";
 /// A keeper that starts may wait for the lock of an image.
 const START_PATIENCE: Duration = Duration::from_secs(60);
+/// The domain starts now, in libvirt's own order: it must not wait for what the unit of a machine waits for at a host's boot, such as
+/// a network that a guest is to provide.
+const AT_ONCE: &str = "--job-mode=ignore-dependencies";
 /// systemctl only has to pass it on.
 const STOP_PATIENCE: Duration = Duration::from_secs(10);
 const START_STEP: Duration = Duration::from_millis(10);
@@ -172,7 +175,7 @@ fn is_systemd_in_charge() -> bool {
 /// Runs `systemctl start`, which waits for as long as the unit takes. libvirt waits for its hook without a limit.
 fn start_unit(systemctl: &Path, domain: &str, runtime: &Path, patience: Duration) -> Result<(), String> {
     let unit = format!("hearth@{domain}.service");
-    let what = match bounded::run(Command::new(systemctl).args(["start", &unit]), patience) {
+    let what = match bounded::run(Command::new(systemctl).args(["start", AT_ONCE, &unit]), patience) {
         Ok(finished) if finished.succeeded() => return Ok(()),
         Ok(Finished { status: None, .. }) => format!("is not ready after {} s", patience.as_secs()),
         Ok(_) => "does not start".to_owned(),
@@ -250,8 +253,9 @@ mod tests {
         (done.err(), fs::read_to_string(words).unwrap())
     }
 
-    const STARTED: &str = "start hearth@web.service\n";
-    const GIVEN_UP: &str = "start hearth@web.service\nstop --no-block hearth@web.service\n";
+    const STARTED: &str = "start --job-mode=ignore-dependencies hearth@web.service\n";
+    const GIVEN_UP: &str =
+        "start --job-mode=ignore-dependencies hearth@web.service\nstop --no-block hearth@web.service\n";
 
     #[test]
     fn unit_that_does_not_start_is_given_up_with_its_reason() {
