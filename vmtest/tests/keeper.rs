@@ -239,7 +239,6 @@ fn unusable_disk_is_named_if_qemu_must_stay() -> Result<()> {
     vm.sh("dd if=/dev/vda of=/dev/null bs=1M count=1 iflag=direct").map(drop)
 }
 
-/// A new keeper takes over a panicked guest that waits for the operator.
 #[test]
 fn disk_in_which_the_guest_wrote_a_qcow2_header_is_taken_over() -> Result<()> {
     let vm = TestVm::busybox("header").memory_mib(128).disk(Disk::empty(8)).boot()?;
@@ -253,6 +252,7 @@ fn disk_in_which_the_guest_wrote_a_qcow2_header_is_taken_over() -> Result<()> {
     vm.wait_running().map(drop)
 }
 
+/// A new keeper takes over a panicked guest that waits for the operator.
 #[test]
 fn paused_guest_is_taken_over_and_reboots_warm() -> Result<()> {
     let disk = Disk::ext4(64).with_files([File::pattern("kept.bin", 8 << 20, 3)]);

@@ -167,6 +167,11 @@ impl Virsh {
         self.run(&["dominfo", domain]).map(|info| says(&info, "Managed save"))
     }
 
+    /// The definition that the domain had when its memory was saved by `virsh managedsave`.
+    pub fn saved_definition(&self, domain: &str) -> Result<String, VirshError> {
+        self.run(&["managedsave-dumpxml", domain])
+    }
+
     /// Whether libvirt still knows the domain when its QEMU has ended.
     pub fn is_persistent(&self, domain: &str) -> Result<bool, VirshError> {
         self.run(&["dominfo", domain]).map(|info| says(&info, "Persistent"))

@@ -129,8 +129,12 @@ fn start_that_cannot_be_served_fails_with_a_remedy() -> Result<()> {
     let said = String::from_utf8_lossy(&start.stderr).into_owned();
     assert!(!start.status.success() && said.contains("data.img"), "{said}");
     std::fs::rename(&moved, &files.image).expect("and back");
-    vm.must(&["rm", "/etc/hearth/broken.toml"], "")?;
+    vm.must(&["sh", "-c", "echo odd = 1 >>/etc/hearth/broken.toml"], "")?;
     vm.try_hearth(&["stop", "broken"])?;
+    let start = vm.command(&["virsh", "start", "broken"], "")?;
+    let said = String::from_utf8_lossy(&start.stderr).into_owned();
+    assert!(said.contains("correct /etc/hearth/broken.toml"), "{said}");
+    vm.must(&["rm", "/etc/hearth/broken.toml"], "")?;
     let start = vm.command(&["virsh", "start", "broken"], "")?;
     let said = String::from_utf8_lossy(&start.stderr).into_owned();
     assert!(said.contains("hearth attach broken"), "{said}");
@@ -258,6 +262,8 @@ fn saved_guest_keeps_its_disks() -> Result<()> {
     vm.virsh("managedsave", &[])?;
     let said = vm.hearth(&["attach", "saved", "--yes"])?;
     assert!(said.contains("the change counts from the start after that"), "{said}");
+    vm.hearth(&["detach", "saved"])?;
+    vm.hearth(&["attach", "saved", "--yes"])?;
     vm.virsh("start", &[])?;
     assert_eq!(vm.nonce()?, nonce, "the same guest");
     let (code, said) = vm.try_hearth(&["status", "saved"])?;
@@ -284,7 +290,18 @@ fn saved_guest_keeps_its_disks() -> Result<()> {
     vm.virsh("destroy", &[])?;
     vm.wait_until("its keeper has ended", || Ok(vm.try_hearth(&["status", "saved"])?.0 == 3))?;
     vm.start()?;
-    files.verify()
+    files.verify()?;
+
+    vm.hearth(&["attach", "saved", "--yes"])?;
+    vm.virsh("destroy", &[])?;
+    vm.start()?;
+    vm.hearth(&["detach", "saved"])?;
+    vm.virsh("managedsave", &[])?;
+    vm.virsh("managedsave-remove", &[])?;
+    vm.start()?;
+    files.verify()?;
+    let is_left = || vm.command(&["test", "-e", "/etc/hearth/saved.toml"], "").map(|output| output.status.success());
+    vm.wait_until("Hearth's files have gone", || Ok(!is_left()?))
 }
 
 #[test]

@@ -36,6 +36,9 @@ const OFFSET_BITS: u64 = 0x00ff_ffff_ffff_fe00;
 /// Room for tables beyond a share of the disk.
 const TABLES_BYTES: u64 = 64 << 20;
 
+/// Incompatible feature: reference counts may be behind (`lazy_refcounts`).
+const NOT_CLOSED: u64 = 1;
+
 const CONVERT: &str = "rewrite it with qemu-img convert";
 const REPAIR: &str = "repair it with qemu-img check -r all";
 const RESTORE: &str = "restore it from a copy";
@@ -71,16 +74,27 @@ pub(super) struct Geometry {
 impl Header {
     pub fn read(file: &File, path: &Path, arrival: Option<&Arrival>) -> Result<Self, ImageError> {
         let there = arrival.map_or(Ok(()), |arrival| arrival.wait(0..HEADER_BYTES as u64));
-        let start = there.and_then(|()| read_start(file)).map_err(|error| access_error(path, "read", error))?;
+        there.map_err(|error| access_error(path, "read", error))?;
+        Self::read_with(file, path, 0)
+    }
+
+    /// As `read`, of an image that a QEMU may be using: one with lazy refcounts is marked as not closed until it is.
+    pub fn read_in_use(file: &File, path: &Path) -> Result<Self, ImageError> {
+        Self::read_with(file, path, NOT_CLOSED)
+    }
+
+    /// `allowed`: incompatible features, as bits, that do not matter.
+    fn read_with(file: &File, path: &Path, allowed: u64) -> Result<Self, ImageError> {
+        let start = read_start(file).map_err(|error| access_error(path, "read", error))?;
         let bytes = file_bytes(file).map_err(|error| access_error(path, "read", error))?;
-        Self::parse(&start, bytes).map_err(|defect| match defect {
+        Self::parse(&start, bytes, allowed).map_err(|defect| match defect {
             Defect::NotQcow2 => ImageError::NotQcow2 { path: path.into() },
             Defect::Named(problem, remedy) => ImageError::Qcow2 { path: path.into(), problem, remedy },
         })
     }
 
     /// `start` is the first bytes of the file, `file_bytes` its length.
-    fn parse(start: &[u8], file_bytes: u64) -> Result<Self, Defect> {
+    fn parse(start: &[u8], file_bytes: u64, allowed: u64) -> Result<Self, Defect> {
         if start.get(..4) != Some(b"QFI\xfb") {
             return Err(Defect::NotQcow2);
         }
@@ -92,7 +106,7 @@ impl Header {
             version => return Err(Defect::Named(format!("has the unknown version {version}"), CONVERT)),
         };
         if has_zero_clusters {
-            check_features(u64_at(72)?)?;
+            check_features(u64_at(72)? & !allowed)?;
         }
         if u32_at(32)? != 0 {
             return Err(Defect::Named("is encrypted".into(), CONVERT));

@@ -94,7 +94,7 @@ pub enum ImageError {
     #[error("disk image {path} is empty; make one with qemu-img create")]
     Empty { path: PathBuf },
     #[error(
-        "disk image {path} begins like qcow2; set format = \"raw\" if a guest has used it as a raw disk and may have written that, or format = \"qcow2\" if it was made so"
+        "disk image {path} begins with a qcow2 header; set format = \"qcow2\" if it is a qcow2 image, or format = \"raw\" if a guest wrote that header to its raw disk"
     )]
     FormatNotNamed { path: PathBuf },
     #[error("disk image {path} is in use by {holder}")]

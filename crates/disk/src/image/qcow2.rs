@@ -311,7 +311,7 @@ pub fn add_backing_images(path: &Path, found: &mut Vec<(PathBuf, Format)>) -> Re
     loop {
         check_kind(&image)?;
         let file = File::open(&image).map_err(|error| access_error(&image, "open", error))?;
-        let Some((path, format)) = backing_of(&Header::read(&file, &image, None)?, &image)? else { return Ok(()) };
+        let Some((path, format)) = backing_of(&Header::read_in_use(&file, &image)?, &image)? else { return Ok(()) };
         check_length(found.len() + 1, &path)?;
         found.push((path.clone(), format));
         if format != Format::Qcow2 {

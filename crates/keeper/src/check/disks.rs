@@ -8,9 +8,9 @@ use std::time::Duration;
 use hearth_disk::image::{Format, Image, ImageError, ImageOptions};
 
 use super::{Life, Purpose};
-use crate::config::{Config, DiskConfig, DiskFormat};
+use crate::config::{Config, DiskConfig};
 use crate::folders::lock_owner;
-use crate::machine::LOCK_PATIENCE;
+use crate::machine::{LOCK_PATIENCE, image_options};
 use crate::problem::Problem;
 
 pub fn check(config: &Config, life: Life, purpose: Purpose, problems: &mut Vec<Problem>) {
@@ -19,31 +19,19 @@ pub fn check(config: &Config, life: Life, purpose: Purpose, problems: &mut Vec<P
     let waits = purpose == Purpose::Run && life != Life::Kept;
     let lock_patience = if waits { LOCK_PATIENCE } else { Duration::ZERO };
     let owner = lock_owner(&config.folders.runtime).map(|owner| owner.with_living_qemu(life == Life::Orphaned));
-    let has_run = life != Life::None || purpose == Purpose::TakeOver;
     for disk in &config.devices.disks {
-        match Image::open(&ImageOptions { owner, ..options(disk, has_run, lock_patience) }) {
-            Ok(_) => {}
+        let options = ImageOptions { lock_patience, owner, ..image_options(disk) };
+        let mut opened = Image::open(&options).map(drop);
+        // A qcow2 image whose format was forgotten is noticed, but not after a guest has used it and may have written what looks like
+        // one.
+        if opened.is_ok() && !disk.is_format_named && life != Life::Orphaned {
+            opened = Image::open(&ImageOptions { format: Format::Auto, ..options }).map(drop);
+        }
+        match opened {
+            Ok(()) => {}
             Err(ImageError::InUse { .. }) if life == Life::Kept => {}
             Err(error) => problems.push(problem(disk, &error)),
         }
-    }
-}
-
-/// `has_run`: a guest uses the disk as it is configured.
-fn options(disk: &DiskConfig, has_run: bool, lock_patience: Duration) -> ImageOptions {
-    let format = match disk.format {
-        // A qcow2 image whose format was forgotten is noticed. Where that is not possible, the guest has written what looks like one.
-        DiskFormat::Raw if !disk.is_format_named && !has_run => Format::Auto,
-        DiskFormat::Raw => Format::Raw,
-        DiskFormat::Qcow2 => Format::Qcow2,
-    };
-    ImageOptions {
-        path: disk.path.clone(),
-        format,
-        read_only: disk.read_only,
-        direct: disk.direct,
-        lock_patience,
-        owner: None,
     }
 }
 

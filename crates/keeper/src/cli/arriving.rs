@@ -2,9 +2,10 @@
 //! program reads zeroes there. So libvirt's own QEMU must not get them.
 
 use hearth_disk::arrival::Arrival;
-use hearth_disk::image::{self, arriving_images};
+use hearth_disk::image::arriving_images;
 use hearth_libvirt::definition::{self, DefinitionError, Format};
 
+use super::backing::image_format;
 use super::text::bytes;
 use crate::problem::Problem;
 
@@ -12,8 +13,7 @@ use crate::problem::Problem;
 pub fn problems(xml: &str, hint: &str) -> Result<Vec<Problem>, DefinitionError> {
     let mut problems = Vec::new();
     for (disk, path, format) in definition::own_images(xml)? {
-        let format = if format == Some(Format::Qcow2) { image::Format::Qcow2 } else { image::Format::Raw };
-        match arriving_images(&path, format) {
+        match arriving_images(&path, image_format(format.unwrap_or(Format::Raw))) {
             Ok(arriving) => problems.extend(arriving.iter().map(|one| Problem::error(&disk, missing(one), hint))),
             Err(error) => {
                 let message = format!("it is not known whether {} has arrived completely: {error}", path.display());

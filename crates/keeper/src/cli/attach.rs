@@ -103,6 +103,8 @@ pub fn attach(context: &mut Context<'_>, arguments: &AttachArguments) -> Result<
     let attached = attached.map_err(|error| refused(&name, error))?;
     must_leave_none_arriving(&attached)?;
     let served = served_names(&current, &name, &context.root)?;
+    must_keep_served(&attached, &served)?;
+    must_serve_saved(&virsh, &attached, &context.root)?;
     let text = configuration(earlier, &attached, &served, &attachment, &context.root)?;
     let diff = difference(&current, &attached.xml);
     if !context.json {
@@ -164,7 +166,7 @@ pub fn detach(context: &mut Context<'_>, arguments: &DetachArguments) -> Result<
     let earlier = earlier_file(file_text(&attachment)?.as_deref(), &attachment, not_detachable)?;
     let plain = detached(&current, &before, &name, &context.root, &earlier)?;
     must_have_arrived(&plain, &name)?;
-    must_have_no_saved_memory(&virsh, &name)?;
+    must_have_no_saved_memory(&virsh, &name, &context.root)?;
     // One that ends with its QEMU must not stay because of this.
     if virsh.is_persistent(&name)? {
         virsh.define(&plain)?;
@@ -216,16 +218,48 @@ fn when_attached(virsh: &Virsh, name: &str) -> Result<String, CliError> {
     Ok(format!("{name} is attached from its next start on; {when}"))
 }
 
-/// Refuses to leave a saved guest without its disks: libvirt restores it with the definition of then, which names Hearth's sockets.
-fn must_have_no_saved_memory(virsh: &Virsh, name: &str) -> Result<(), CliError> {
+/// Refuses to give a disk back to libvirt that Hearth serves: the machine's file alone says which image it has.
+fn must_keep_served(attached: &Attached, served: &HashMap<String, String>) -> Result<(), CliError> {
+    let lost = attached.left.iter().filter(|left| served.contains_key(&left.name));
+    let hint = format!("see [[disks]] in {}", Attachment::of(&attached.name).file().display());
+    let problems: Vec<_> = lost.map(|left| Problem::error(&left.name, &left.why, &hint)).collect();
+    match problems.is_empty() {
+        true => Ok(()),
+        false => Err(CliError::NotAttachable { name: attached.name.clone(), problems }),
+    }
+}
+
+/// Refuses to serve fewer disks than a saved guest has: libvirt restores it with the definition of then.
+fn must_serve_saved(virsh: &Virsh, attached: &Attached, root: &RuntimeRoot) -> Result<(), CliError> {
+    let name = &attached.name;
+    let now = claim::own_sockets(name, &attached.xml, root);
+    let Some(lost) = saved_sockets(virsh, name, root)?.into_iter().find(|socket| !now.contains(socket)) else {
+        return Ok(());
+    };
+    let message = format!("libvirt has saved its memory (managedsave), with a disk at {}", lost.display());
+    let problem = Problem::error(name, message, after_saved(name, "attach it then"));
+    Err(CliError::NotAttachable { name: name.clone(), problems: vec![problem] })
+}
+
+/// Sockets of Hearth's in the definition that libvirt has saved with the domain's memory.
+fn saved_sockets(virsh: &Virsh, name: &str, root: &RuntimeRoot) -> Result<Vec<PathBuf>, CliError> {
     if !virsh.has_saved_memory(name)? {
+        return Ok(Vec::new());
+    }
+    Ok(claim::own_sockets(name, &virsh.saved_definition(name)?, root))
+}
+
+fn after_saved(name: &str, then: &str) -> String {
+    format!("start it (`virsh start {name}`) and {then}, or drop the saved memory: `virsh managedsave-remove {name}`")
+}
+
+/// Refuses to leave a saved guest without its disks: libvirt restores it with the definition of then, which names Hearth's sockets.
+fn must_have_no_saved_memory(virsh: &Virsh, name: &str, root: &RuntimeRoot) -> Result<(), CliError> {
+    if saved_sockets(virsh, name, root)?.is_empty() {
         return Ok(());
     }
     let message = "libvirt has saved its memory (managedsave), and restores it only with the disks that Hearth serves";
-    let hint = format!(
-        "start it (`virsh start {name}`) and detach it then, or drop the saved memory: `virsh managedsave-remove {name}`"
-    );
-    Err(stays_attached(name, Problem::error(name, message, hint)))
+    Err(stays_attached(name, Problem::error(name, message, after_saved(name, "detach it then"))))
 }
 
 fn stays_attached(name: &str, problem: Problem) -> CliError {
@@ -254,9 +288,7 @@ fn must_have_arrived(plain: &str, name: &str) -> Result<(), CliError> {
 
 /// Whether the QEMU that runs the domain uses disks of Hearth's.
 fn is_served(virsh: &Virsh, name: &str, root: &RuntimeRoot) -> Result<bool, CliError> {
-    let live = virsh.live_definition(name)?;
-    let sockets = definition::disk_sockets(&live).map_err(|error| refused(name, error))?;
-    Ok(sockets.iter().any(|socket| socket.starts_with(root.machine(name))))
+    Ok(!claim::own_sockets(name, &virsh.live_definition(name)?, root).is_empty())
 }
 
 /// The domain's definition before it was attached, if it is.
@@ -490,6 +522,24 @@ mod tests {
         let served = served_names(current, "web", &root).unwrap();
         let text = configuration(earlier, &attached, &served, &Attachment::of("web"), &root).unwrap();
         (plain, attached, ConfigFile::parse(&text).unwrap())
+    }
+
+    #[test]
+    fn served_disk_is_not_given_back() {
+        let root = RuntimeRoot::new("/run/hearth");
+        let (_, first, file) = attached(DOMAIN, None, "");
+        let served = served_names(&first.xml, "web", &root).unwrap();
+        let plain = detached(&first.xml, DOMAIN, "web", &root, &file).unwrap();
+        let more = plain.replace("</devices>", &format!("{SECOND}</devices>"));
+        let socket = |disk: &str| disk_socket(&root.machine("web"), disk);
+        let again = |lost: &str| {
+            let check = |disk: &definition::Disk| if disk.name == lost { Err("is gone".to_owned()) } else { Ok(()) };
+            definition::attach(&more, None, OnCrash::Preserve, socket, check).unwrap()
+        };
+        assert!(must_keep_served(&again("vdb"), &served).is_ok(), "it was libvirt's");
+        let refused = must_keep_served(&again("vda"), &served);
+        let Err(CliError::NotAttachable { problems, .. }) = refused else { panic!("{refused:?}") };
+        assert_eq!(problems[0].to_string(), "error: vda: is gone; see [[disks]] in /etc/hearth/web.toml");
     }
 
     #[test]

@@ -23,7 +23,9 @@ pub fn check(disk: &Disk) -> Result<(), String> {
         let names = match own.get(number) {
             None => "names none".to_owned(),
             Some((own, _)) if !is_same_file(own, path) => format!("names {}", own.display()),
-            Some((_, own)) if format.is_some_and(|format| is_other(format, *own)) => "names another format".to_owned(),
+            Some((_, own)) if format.is_some_and(|format| image_format(format) != *own) => {
+                "names another format".to_owned()
+            }
             Some(_) => {
                 above = path;
                 continue;
@@ -71,12 +73,12 @@ fn can_be_read(path: &Path, may_be_empty: bool) -> io::Result<()> {
     File::open(path).map(drop)
 }
 
-fn is_other(format: Format, own: image::Format) -> bool {
-    let same = match format {
+/// The format in the words of the disks' server.
+pub fn image_format(format: Format) -> image::Format {
+    match format {
         Format::Raw => image::Format::Raw,
         Format::Qcow2 => image::Format::Qcow2,
-    };
-    own != same
+    }
 }
 
 fn is_same_file(one: &Path, other: &Path) -> bool {
@@ -176,16 +178,19 @@ mod tests {
         fs::remove_file(at("base")).unwrap();
         fs::write(at("empty"), "").unwrap();
         let check_of = |name: &str, format| check(&disk(at(name), format, Backing::default()));
-        for (name, format) in
-            [("sound", Format::Qcow2), ("whole", Format::Qcow2), ("zstd", Format::Raw), ("lower", Format::Raw)]
-        {
+        for (name, format) in [
+            ("sound", Format::Qcow2),
+            ("dirty", Format::Qcow2),
+            ("whole", Format::Qcow2),
+            ("zstd", Format::Raw),
+            ("lower", Format::Raw),
+        ] {
             assert_eq!(check_of(name, format), Ok(()), "{name}");
         }
         for (name, format, why) in [
             ("zstd", Format::Qcow2, "qcow2 image DIR/zstd is compressed with zstd; rewrite it with qemu-img convert"),
             ("extended", Format::Qcow2, "has extended L2 entries"),
             ("data", Format::Qcow2, "keeps its data in an external file"),
-            ("dirty", Format::Qcow2, "was not closed cleanly"),
             ("corrupt", Format::Qcow2, "is marked corrupt"),
             ("lower", Format::Qcow2, "is not a qcow2 image"),
             ("orphan", Format::Qcow2, "DIR/base: No such file"),

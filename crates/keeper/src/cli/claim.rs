@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use hearth_libvirt::{definition, identity};
 
 use crate::attachment::Attachment;
-use crate::folders::{CACHE_MAP, disk_socket};
+use crate::folders::{CACHE_MAP, disk_at, disk_socket};
 use crate::problem::Problem;
 use crate::runtime_root::RuntimeRoot;
 
@@ -29,11 +29,10 @@ impl NotServed {
 
 /// Refuses a definition with a socket of another domain or machine.
 pub fn must_be_of(name: &str, xml: &str, root: &RuntimeRoot) -> Result<(), NotServed> {
-    let before = |owner: &str| Attachment::of(owner).definition().ok().flatten();
     other_owner(name, xml, root, before).map_or(Ok(()), Err)
 }
 
-/// The same, and refuses one whose images nobody knows any more.
+/// As `must_be_of`. Also refuses a definition with a socket of this domain's if Hearth does not know the images any more.
 pub fn must_be_known(name: &str, xml: &str, root: &RuntimeRoot) -> Result<(), NotServed> {
     must_be_of(name, xml, root)?;
     let Some(socket) = own_sockets(name, xml, root).into_iter().next() else { return Ok(()) };
@@ -42,15 +41,14 @@ pub fn must_be_known(name: &str, xml: &str, root: &RuntimeRoot) -> Result<(), No
             what: format!("{name} has a disk at {}, and Hearth does not know its image", socket.display()),
             remedy: images_by_hand(name),
         }),
-        // Who reads the definition says why it cannot be read.
+        // If it cannot be read, its reader says why.
         _ => Ok(()),
     }
 }
 
 /// Refuses to attach a domain over the files of an earlier one that had its name.
 pub fn must_not_replace(name: &str, xml: &str) -> Result<(), NotServed> {
-    let before = Attachment::of(name).definition().ok().flatten();
-    match before.filter(|before| !is_same_domain(before, xml)) {
+    match before(name).filter(|before| !is_same_domain(before, xml)) {
         None => Ok(()),
         Some(_) => Err(NotServed {
             what: format!("Hearth keeps the files of another domain that was attached as {name}"),
@@ -69,7 +67,7 @@ pub fn is_same_domain(one: &str, other: &str) -> bool {
 pub fn own_sockets(name: &str, xml: &str, root: &RuntimeRoot) -> Vec<PathBuf> {
     let folder = root.machine(name);
     let mut sockets = all_sockets(xml);
-    sockets.retain(|socket| socket.starts_with(&folder));
+    sockets.retain(|socket| disk_at(&folder, socket).is_some());
     sockets
 }
 
@@ -115,7 +113,12 @@ pub fn renamed(from: &str, to: &str) -> NotServed {
     }
 }
 
-/// What is no definition has no disk of ours.
+/// The definition of a domain before it was attached.
+fn before(name: &str) -> Option<String> {
+    Attachment::of(name).definition().ok().flatten()
+}
+
+/// None of a text that is not a definition.
 fn all_sockets(xml: &str) -> Vec<PathBuf> {
     definition::disk_sockets(xml).unwrap_or_default()
 }

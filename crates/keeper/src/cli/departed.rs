@@ -30,7 +30,7 @@ pub fn detach_unknown(
     forget(context, &known, name)
 }
 
-/// The same for a domain that libvirt has, where another one was attached under its name.
+/// As `detach_unknown`, for a name that now belongs to another domain than the attached one.
 pub fn detach_earlier(context: &mut Context<'_>, virsh: &Virsh, name: &str) -> Result<Exit, CliError> {
     forget(context, &virsh.domains()?, name)
 }

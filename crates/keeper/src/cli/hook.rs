@@ -16,7 +16,7 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use clap::Args;
-use hearth_api::{DomainEnded, DomainStarts, ErrorWord};
+use hearth_api::{DomainEnded, DomainStarts, ErrorWord, StopRequest};
 use hearth_libvirt::definition;
 use hearth_libvirt::virsh::{Virsh, VirshError};
 use hearth_qemu::bounded::{self, Finished};
@@ -86,10 +86,13 @@ pub fn perform(root: &RuntimeRoot, arguments: &HookArguments) -> Result<Exit, Cl
 fn prepare(root: &RuntimeRoot, domain: &str, xml: &str) -> Result<Exit, NotServed> {
     claim::must_be_of(domain, xml, root)?;
     let wanted = claim::own_sockets(domain, xml, root);
+    let attachment = Attachment::of(domain);
     if wanted.is_empty() {
+        if attachment.is_detached() {
+            end_detached(root, domain, &attachment);
+        }
         return Ok(Exit::Done);
     }
-    let attachment = Attachment::of(domain);
     let file = attachment.file();
     let again = || match attachment.definition() {
         Ok(None) => claim::images_by_hand(domain),
@@ -97,7 +100,10 @@ fn prepare(root: &RuntimeRoot, domain: &str, xml: &str) -> Result<Exit, NotServe
     };
     let config = Config::load(&file, root).map_err(|problems| NotServed {
         what: format!("Hearth cannot serve the disks of {domain}: {}", problems[0]),
-        remedy: again(),
+        remedy: match file.exists() {
+            true => format!("correct {0}: `hearth check {0}` names all that is wrong", file.display()),
+            false => again(),
+        },
     })?;
     let disks = config.devices.disks.iter().map(|disk| disk.name.as_str());
     let cache_map = config.guest.refill.as_ref().map(|_| CACHE_MAP);
@@ -110,7 +116,7 @@ fn prepare(root: &RuntimeRoot, domain: &str, xml: &str) -> Result<Exit, NotServe
     let failed = |what: String| NotServed {
         what: format!("the keeper of {domain} {what}"),
         remedy: format!(
-            "`hearth check {}` names what is wrong, with remedies; see also `journalctl -u hearth@{domain}`, or {}",
+            "`hearth check {}` may name what is wrong, with remedies; see also `journalctl -u hearth@{domain}`, or {}",
             file.display(),
             log.display()
         ),
@@ -125,6 +131,16 @@ fn prepare(root: &RuntimeRoot, domain: &str, xml: &str) -> Result<Exit, NotServe
         answered = client.send(&DomainStarts {});
     }
     answered.map(|_| Exit::Done).map_err(|error| failed(format!("does not serve its disks: {}", crate::chain(&error))))
+}
+
+/// Removes what is left of a domain that was detached while it ran, and saved then, after its saved guest was dropped.
+fn end_detached(root: &RuntimeRoot, domain: &str, attachment: &Attachment) {
+    if life::has_keeper(&root.machine(domain)) {
+        // It removes the files when it ends. Without an answer it ends all the same once `keep_memory` is over.
+        let _ = Client::new(root.api_socket(domain)).with_patience(START_PATIENCE).send(&StopRequest { force: true });
+    } else {
+        attachment.remove();
+    }
 }
 
 /// Waits until the machine has no keeper.

@@ -241,7 +241,7 @@ fields! {
         path: String = Replaced, WithNextStart, Path, "", r#""root.img""#,
             "Disk image: a file or a block device. Hearth locks it while in use.";
         format: String = Replaced, WithNextStart, Choice(DISK_FORMATS), "raw", r#""raw""#,
-            "Format of the image. If it is not named, a machine whose image begins like qcow2 does not start, and a guest may write that into its raw disk.";
+            "Format of the image. If it is not named, a machine whose image begins with a qcow2 header does not start. A guest can write such a header to its raw disk.";
         read_only: bool = Guest, WithNextStart, Boolean, "`false`", "false",
             "Whether to refuse writes. Other readers may then open the image too.";
         serial: String = Guest, WithNextStart, Text, "the disk's name", r#""root""#,

@@ -138,7 +138,7 @@ pub use error::MachineError;
 use fast_remount::FastRemount;
 use gate::GuestMemory;
 use generation::Generation;
-pub use launch::LOCK_PATIENCE;
+pub use launch::{LOCK_PATIENCE, image_options};
 use lazy_restore::{LazyRestore, RestoreFailure};
 use locked_files::LockedFiles;
 use park::Parking;

@@ -89,7 +89,7 @@ fn qcow2_header_in_raw_disk_is_ignored() {
     qemu_img(&["create", "-q", "-f", "qcow2", as_str(&path), "1M"]).unwrap();
     refused(
         &options(&path, Format::Auto),
-        "disk image DIR/disk begins like qcow2; set format = \"raw\" if a guest has used it as a raw disk and may have written that, or format = \"qcow2\" if it was made so",
+        "disk image DIR/disk begins with a qcow2 header; set format = \"qcow2\" if it is a qcow2 image, or format = \"raw\" if a guest wrote that header to its raw disk",
     );
     let raw = Image::open(&options(&path, Format::Raw)).unwrap();
     assert_eq!(raw.bytes(), path.metadata().unwrap().len().next_multiple_of(512));
