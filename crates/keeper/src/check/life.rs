@@ -73,9 +73,13 @@ pub fn living_qemu(runtime_folder: &Path) -> Option<QemuIdentity> {
 pub fn living_guest(runtime_folder: &Path) -> Option<Journal> {
     // As above, `run` reports an unreadable journal.
     let journal = Journal::load(&runtime_folder.join("journal.json")).ok().flatten()?;
+    names_living_qemu(&journal).then_some(journal)
+}
+
+/// Whether a QEMU that this journal names lives.
+pub fn names_living_qemu(journal: &Journal) -> bool {
     let successor = journal.hop.as_ref().map(|hop| &hop.successor);
-    let lives = journal.qemu.iter().chain(successor).any(is_alive);
-    lives.then_some(journal)
+    journal.qemu.iter().chain(successor).any(is_alive)
 }
 
 /// Tests the keeper's lock with a shared lock that is held only for a moment.

@@ -39,6 +39,15 @@ impl Fixture {
         self.folder.path().join(name)
     }
 
+    /// As long as this is there, web has a keeper.
+    fn keeper(&self) -> File {
+        let runtime_folder = self.root.machine("web");
+        fs::create_dir_all(&runtime_folder).unwrap();
+        let lock = File::create(runtime_folder.join("keeper.lock")).unwrap();
+        rustix::fs::flock(&lock, rustix::fs::FlockOperation::LockExclusive).unwrap();
+        lock
+    }
+
     fn config(&self, text: &str) -> Config {
         Config::parse(text, &self.path("web.toml"), &self.root).unwrap()
     }
@@ -156,10 +165,7 @@ fn qcow2_image_whose_format_was_forgotten_is_reported() {
     fixture.check(GOOD, &[&format!("error: {forgotten}")]);
     fixture.check(&format!("{GOOD}format = \"raw\"\n"), &[]);
 
-    let runtime_folder = fixture.root.machine("web");
-    fs::create_dir_all(&runtime_folder).unwrap();
-    let lock = File::create(runtime_folder.join("keeper.lock")).unwrap();
-    rustix::fs::flock(&lock, rustix::fs::FlockOperation::LockExclusive).unwrap();
+    let _keeper = fixture.keeper();
     let running = "warning: web: is already running; changes take effect at its next start";
     fixture.check(GOOD, &[running, &format!("error: {forgotten}")]);
     let _guest = hold(fixture.path("root.img"));
@@ -182,10 +188,7 @@ fn running_machine_keeps_its_own_resources() {
     let text = format!("{GOOD}[[nets]]\nforward = [\"{port}:80\"]\n");
     assert_eq!(fixture.problems(&text, Purpose::Check).len(), 1, "the port is taken");
 
-    let runtime_folder = fixture.root.machine("web");
-    fs::create_dir_all(&runtime_folder).unwrap();
-    let lock = File::create(runtime_folder.join("keeper.lock")).unwrap();
-    rustix::fs::flock(&lock, rustix::fs::FlockOperation::LockExclusive).unwrap();
+    let lock = fixture.keeper();
     fixture.check(&text, &["warning: web: is already running; changes take effect at its next start"]);
     assert_eq!(
         fixture.problems(&text, Purpose::Run),

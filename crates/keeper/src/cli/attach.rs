@@ -166,7 +166,7 @@ pub fn detach(context: &mut Context<'_>, arguments: &DetachArguments) -> Result<
     let earlier = earlier_file(file_text(&attachment)?.as_deref(), &attachment, not_detachable)?;
     let plain = detached(&current, &before, &name, &context.root, &earlier)?;
     must_have_arrived(&plain, &name)?;
-    must_have_no_saved_memory(&virsh, &name, &context.root)?;
+    must_leave_no_saved_guest(&virsh, &name, &context.root)?;
     // One that ends with its QEMU must not stay because of this.
     if virsh.is_persistent(&name)? {
         virsh.define(&plain)?;
@@ -254,7 +254,7 @@ fn after_saved(name: &str, then: &str) -> String {
 }
 
 /// Refuses to leave a saved guest without its disks: libvirt restores it with the definition of then, which names Hearth's sockets.
-fn must_have_no_saved_memory(virsh: &Virsh, name: &str, root: &RuntimeRoot) -> Result<(), CliError> {
+fn must_leave_no_saved_guest(virsh: &Virsh, name: &str, root: &RuntimeRoot) -> Result<(), CliError> {
     if saved_sockets(virsh, name, root)?.is_empty() {
         return Ok(());
     }

@@ -211,7 +211,7 @@ fn start_unit(systemctl: &Path, domain: &str, runtime: &Path, patience: Duration
 fn needs_keeper(runtime: &Path) -> bool {
     match Journal::load(&runtime.join("journal.json")) {
         Ok(None) => false,
-        Ok(Some(journal)) => journal.ordered.is_some() || life::living_guest(runtime).is_some(),
+        Ok(Some(journal)) => journal.ordered.is_some() || life::names_living_qemu(&journal),
         // It may name a QEMU.
         Err(_) => true,
     }
