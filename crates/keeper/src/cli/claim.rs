@@ -75,9 +75,9 @@ pub fn own_sockets(name: &str, xml: &str, root: &RuntimeRoot) -> Vec<PathBuf> {
 pub fn images_by_hand(name: &str) -> String {
     let cache_map = disk_socket(Path::new(""), CACHE_MAP);
     format!(
-        "use `virsh edit {name}`: give each of its disks of type='vhostuser' its image back (<disk type='file' \
-         device='disk'>, <driver name='qemu' type='qcow2'/>, <source file='IMAGE'/>), and remove the one at {}; then \
-         `hearth attach {name}`",
+        "use `virsh edit {name}` (of a guest that `virsh save` wrote to a file: `virsh save-image-edit FILE`): give each of its \
+         disks of type='vhostuser' its image back (<disk type='file' device='disk'>, <driver name='qemu' type='qcow2'/>, \
+         <source file='IMAGE'/>), and remove the one at {}; then `hearth attach {name}`",
         cache_map.display()
     )
 }

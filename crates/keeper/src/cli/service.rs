@@ -3,19 +3,26 @@
 //! machine -> checked -> `systemctl [--user] VERB hearth@NAME.service`
 //!
 //! `stop` is not among these: it asks the machine's keeper, whoever started that. The unit ends with the keeper.
+//!
+//! The system's unit allows no namespaces. The unit of a machine with passt, which needs some, has a drop-in.
 
+use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
 use super::text::shown;
 use super::{CliError, Context, Exit};
 use crate::check::{self, Purpose, life};
-use crate::config::Config;
+use crate::config::{Config, NetBackend};
 use crate::home::Home;
 use crate::problem::Problem;
 
 /// Exists where systemd manages the system.
 const BOOTED: &str = "/run/systemd/system";
+/// The administrator's units and drop-ins.
+const UNITS: &str = "/etc/systemd/system";
+/// The drop-in of a machine with passt.
+const PASST: &str = include_str!("../../../../packaging/passt.conf");
 /// Lines of systemctl that an error shows.
 const LINES_SHOWN: usize = 3;
 /// What systemctl prints of a unit without a file: how that begins, and how it ends.
@@ -49,17 +56,18 @@ pub struct Manager {
     is_users: bool,
     systemctl: PathBuf,
     loginctl: PathBuf,
+    units: PathBuf,
 }
 
 impl Manager {
     pub fn of_this_user() -> Self {
         let is_users = !rustix::process::geteuid().is_root();
-        Self { is_users, systemctl: "systemctl".into(), loginctl: "loginctl".into() }
+        Self { is_users, systemctl: "systemctl".into(), loginctl: "loginctl".into(), units: UNITS.into() }
     }
 
-    fn systemctl(&self, words: &[&str], home: &Home) -> Command {
+    fn systemctl(&self, words: &[&str]) -> Command {
         let mut command = Command::new(&self.systemctl);
-        command.args(self.is_users.then_some("--user")).args(words).arg(unit(home)).env("LC_ALL", "C");
+        command.args(self.is_users.then_some("--user")).args(words).env("LC_ALL", "C");
         command
     }
 
@@ -68,7 +76,7 @@ impl Manager {
     }
 
     fn must(&self, verb: &str, home: &Home) -> Result<(), CliError> {
-        let output = self.output(&mut self.systemctl(&["--quiet", verb], home))?;
+        let output = self.output(self.systemctl(&["--quiet", verb]).arg(unit(home)))?;
         if output.status.success() {
             return Ok(());
         }
@@ -104,14 +112,35 @@ impl Manager {
         !self.is_users || asked().is_ok_and(|output| output.stdout.trim_ascii() == b"yes")
     }
 
-    /// Has the machine no longer start with the host, if it did.
+    /// Has the machine no longer start with the host, if it did, and removes its drop-in.
     pub fn forget(&self, home: &Home) -> Result<(), CliError> {
-        if self.is_enabled(home)? { self.must(Verb::Disable.name(), home) } else { Ok(()) }
+        if self.is_enabled(home)? {
+            self.must(Verb::Disable.name(), home)?;
+        }
+        self.allow_passt(false, home)
+    }
+
+    /// Allows passt to what the machine's unit starts from now on, or no longer. A user's unit allows it in any case.
+    fn allow_passt(&self, is_wanted: bool, home: &Home) -> Result<(), CliError> {
+        let folder = self.units.join(format!("{}.d", unit(home)));
+        let file = folder.join("passt.conf");
+        let wanted = is_wanted.then_some(PASST);
+        if self.is_users || fs::read_to_string(&file).ok().as_deref() == wanted {
+            return Ok(());
+        }
+        let done = match wanted {
+            Some(text) => fs::create_dir_all(&folder).and_then(|()| fs::write(&file, text)),
+            // The folder may have drop-ins of others.
+            None => fs::remove_file(&file).map(|()| drop(fs::remove_dir(&folder))),
+        };
+        done.map_err(|source| CliError::File { path: file, source })?;
+        // Without it systemd reads the file when it starts the unit for the first time.
+        self.output(&mut self.systemctl(&["daemon-reload"])).map(drop)
     }
 
     /// systemctl reads the units' files by itself, so this works also without a session (su, sudo).
     fn is_enabled(&self, home: &Home) -> Result<bool, CliError> {
-        let output = self.output(self.systemctl(&["is-enabled"], home).env("SYSTEMD_OFFLINE", "1"))?;
+        let output = self.output(self.systemctl(&["is-enabled"]).arg(unit(home)).env("SYSTEMD_OFFLINE", "1"))?;
         let said = String::from_utf8_lossy(&output.stderr);
         // It prints the unit's state, such as `disabled`. systemd 252 prints no `not-found`.
         let has_no_file = said.lines().any(|line| line.starts_with(NO_STATE) && line.ends_with(NO_FILE));
@@ -148,7 +177,8 @@ fn apply(context: &mut Context<'_>, manager: &Manager, verb: Verb, home: &Home) 
     let line = match verb {
         Verb::Start if runs => format!("{name} runs already"),
         Verb::Start => {
-            must_run(context, home)?;
+            let config = must_run(context, home)?;
+            manager.allow_passt(has_passt(&config), home)?;
             manager.must("start", home)?;
             if !manager.stays() {
                 eprintln!("note: {name} ends with your last session; `loginctl enable-linger` lets it stay");
@@ -161,6 +191,10 @@ fn apply(context: &mut Context<'_>, manager: &Manager, verb: Verb, home: &Home) 
             return Err(CliError::Machine { name: name.to_owned(), what: what.to_owned() });
         }
         Verb::Enable => {
+            // What is wrong in the file is told when the machine starts.
+            if let Ok(config) = Config::load(&home.file(), &context.root) {
+                manager.allow_passt(has_passt(&config), home)?;
+            }
             manager.must("enable", home)?;
             let now = if runs { String::new() } else { format!("; to start it now: `hearth start {name}`") };
             format!("{name} starts with the host from now on{now}")
@@ -174,8 +208,12 @@ fn apply(context: &mut Context<'_>, manager: &Manager, verb: Verb, home: &Home) 
     Ok(Exit::Done)
 }
 
+fn has_passt(config: &Config) -> bool {
+    config.devices.nets.iter().any(|net| matches!(net.backend, NetBackend::Passt { .. }))
+}
+
 /// Refuses what the unit would refuse: its reasons would be in the journal only.
-fn must_run(context: &Context<'_>, home: &Home) -> Result<(), CliError> {
+fn must_run(context: &Context<'_>, home: &Home) -> Result<Config, CliError> {
     let file = home.file();
     let config = Config::load(&file, &context.root)
         .map_err(|problems| CliError::Configuration { file: file.clone(), problems })?;
@@ -184,12 +222,11 @@ fn must_run(context: &Context<'_>, home: &Home) -> Result<(), CliError> {
         return Err(CliError::Unready { file, problems });
     }
     problems.iter().for_each(|problem| eprintln!("{}", shown(&problem.to_string())));
-    Ok(())
+    Ok(config)
 }
 
 #[cfg(test)]
 mod tests {
-    use std::fs;
     use std::os::unix::fs::PermissionsExt;
 
     use super::*;
@@ -207,7 +244,8 @@ mod tests {
         };
         let words = folder.path().join("words");
         let systemctl = program("systemctl", &format!("echo \"$@\" >>{}\n{script}", words.display()));
-        let manager = Manager { is_users, systemctl, loginctl: program("loginctl", &format!("echo {linger}")) };
+        let loginctl = program("loginctl", &format!("echo {linger}"));
+        let manager = Manager { is_users, systemctl, loginctl, units: folder.path().join("units") };
         (words, manager, Home::in_folder("web", folder.path()), folder)
     }
 
@@ -229,6 +267,39 @@ mod tests {
         let (words, said) = check(Verb::Disable, true, "no", "exit 0");
         assert_eq!(words, "--user --quiet disable hearth@web.service");
         assert_eq!(said.unwrap(), "web no longer starts with the host\n");
+    }
+
+    #[test]
+    fn only_machines_with_passt_have_its_drop_in() {
+        let (words, manager, home, folder) = manager(false, "no", "exit 0");
+        let root = RuntimeRoot::new(folder.path().join("run"));
+        let units = folder.path().join("units/hearth@web.service.d");
+        let enable = |kind: &str, manager: &Manager| {
+            let kernel = folder.path().join("vmlinuz");
+            fs::write(&kernel, "").unwrap();
+            let text = format!(
+                "name = \"web\"\nmemory = \"256M\"\n[boot]\nkernel = \"{}\"\n[[nets]]\nkind = \"{kind}\"\n",
+                kernel.display()
+            );
+            fs::write(home.file(), text).unwrap();
+            apply(&mut Context { root: root.clone(), json: false, out: &mut Vec::new() }, manager, Verb::Enable, &home)
+                .unwrap();
+            let reloads = fs::read_to_string(&words).unwrap().matches("daemon-reload").count();
+            (fs::read_to_string(units.join("passt.conf")).ok(), reloads)
+        };
+        assert_eq!(enable("user", &manager), (None, 0));
+        for _ in 0..2 {
+            assert_eq!(enable("passt", &manager), (Some(PASST.to_owned()), 1));
+        }
+        assert_eq!(enable("user", &manager), (None, 2));
+        assert!(!units.exists());
+        enable("passt", &manager);
+        fs::write(units.join("own.conf"), "").unwrap();
+        manager.forget(&home).unwrap();
+        assert_eq!(fs::read_dir(&units).unwrap().count(), 1, "a drop-in of the administrator stays");
+        let users = Manager { is_users: true, loginctl: "true".into(), ..manager };
+        users.allow_passt(true, &home).unwrap();
+        assert!(!units.join("passt.conf").exists());
     }
 
     #[test]

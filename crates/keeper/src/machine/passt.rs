@@ -78,7 +78,8 @@ fn await_start(child: &mut Child, pid_file: &Path) -> Result<(), PasstError> {
         match child.try_wait() {
             Ok(Some(status)) => {
                 return Err(silent(format!(
-                    "it ended with {status}; check whether a forwarded port is already in use"
+                    "it ended with {status}; check whether a forwarded port is already in use, or, in a unit of \
+                     systemd, whether the machine was started by `hearth start`, which allows passt to it"
                 )));
             }
             Ok(None) if Instant::now() > deadline => return Err(silent("it does not respond".to_owned())),
