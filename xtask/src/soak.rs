@@ -91,7 +91,7 @@ const SOAKS: [Soak; 11] = [
         name: "libvirt",
         binary: "libvirt",
         test: "kills::hundreds_of_kills_lose_nothing",
-        minutes: 50,
+        minutes: 26,
         says: "200 rounds of kills of keeper, QEMU, libvirtd and `hearth host` around an attached domain (KILLS=200, HEARTH_SEED)",
     },
 ];

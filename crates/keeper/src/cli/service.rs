@@ -281,6 +281,7 @@ mod tests {
                 "name = \"web\"\nmemory = \"256M\"\n[boot]\nkernel = \"{}\"\n[[nets]]\nkind = \"{kind}\"\n",
                 kernel.display()
             );
+            fs::create_dir_all(home.file().parent().unwrap()).unwrap();
             fs::write(home.file(), text).unwrap();
             apply(&mut Context { root: root.clone(), json: false, out: &mut Vec::new() }, manager, Verb::Enable, &home)
                 .unwrap();
