@@ -104,7 +104,9 @@ fn must_be_free(home: &Home) -> Result<(), CliError> {
     match [home.file(), home.disk(), home.variables(), home.seed()].into_iter().find(|path| path.exists()) {
         Some(path) => {
             let name = home.name().to_owned();
-            let what = format!("{} exists already; choose another name, or `hearth rm {name}`", path.display());
+            let path = path.display();
+            let what =
+                format!("{path} exists already; choose another name, move it, or `hearth rm {name}` if Hearth made it");
             Err(CliError::Machine { name, what })
         }
         None => Ok(()),

@@ -3,12 +3,13 @@
 //! machine -> does it rest? -> what goes, what stays -> asked -> locked -> is all of that still so? -> unit disabled -> files removed,
 //! the configuration last
 //!
-//! What goes has names that Hearth gives. An image that it did not make is never among it.
+//! What goes has names that Hearth gives. An image that it did not make is never among it, whatever its name: the disk must have the mark
+//! that Hearth's overlays have.
 
 use std::collections::BTreeSet;
 use std::ffi::OsStr;
-use std::fs::{self, File};
-use std::io::{self, BufRead, IsTerminal};
+use std::fs::{self, File, Metadata};
+use std::io::{self, BufRead, IsTerminal, Read};
 use std::path::{Path, PathBuf};
 
 use clap::Args;
@@ -28,6 +29,11 @@ use crate::runtime_root::RuntimeRoot;
 
 /// Files and folders in a machine's own folder that Hearth makes, beside its disk and seed.
 const OWN: [&str; 3] = ["boot-set", CACHE_MAP, "dumps"];
+/// How the mark in an overlay's header begins, and its bytes before the name of the backing image (crates/disk, `overlay.rs`).
+const MARK: [u8; 4] = *b"Hert";
+const MARK_BYTES: u32 = 24;
+/// The part of a qcow2 image that has its header, the mark and the backing image's name.
+const HEADER_BYTES: u64 = 64 << 10;
 
 #[derive(Debug, Args)]
 pub struct RemoveArguments {
@@ -98,9 +104,34 @@ fn configuration(home: &Home, root: &RuntimeRoot) -> Result<Config, CliError> {
     config.map_err(|problems| CliError::Configuration { file, problems })
 }
 
-/// The files that `hearth new` makes, except for the configuration.
-fn made(home: &Home) -> [PathBuf; 3] {
-    [home.disk(), home.seed(), home.variables()]
+/// The files that `hearth new` made, except for the configuration: none if another disk has the place of its own. The disk is the last one:
+/// an interrupted removal leaves it, and can be repeated.
+fn made(home: &Home) -> Vec<PathBuf> {
+    match has_mark(&home.disk()) {
+        true => vec![home.seed(), home.variables(), home.disk()],
+        false => Vec::new(),
+    }
+}
+
+/// Whether an image is an overlay of Hearth's, still over the image that it was made over. `qemu-img convert` and `qemu-img rebase` make
+/// another one of it.
+fn has_mark(disk: &Path) -> bool {
+    let mut header = Vec::new();
+    let file = disk.metadata().ok().filter(Metadata::is_file).and_then(|_| File::open(disk).ok());
+    let read = file.map(|file| file.take(HEADER_BYTES).read_to_end(&mut header));
+    read.is_some_and(|read| read.is_ok())
+        && backing_name(&header).is_some_and(|name| {
+            let mark = [&MARK[..], &(MARK_BYTES + name.len() as u32).to_be_bytes()].concat();
+            let marks = header.windows(mark.len() + MARK_BYTES as usize + name.len());
+            marks.into_iter().any(|bytes| bytes.starts_with(&mark) && bytes.ends_with(name))
+        })
+}
+
+/// The name of the backing image in a header of a qcow2 image, if it has one.
+fn backing_name(header: &[u8]) -> Option<&[u8]> {
+    let number = |at: usize| Some(u32::from_be_bytes(header.get(at..at + 4)?.try_into().ok()?) as usize);
+    let (start, length) = (number(12)?, number(16)?);
+    header.get(start..start + length).filter(|name| !name.is_empty())
 }
 
 /// Refuses a machine with a guest, with memory of one that somebody wants, or that is not Hearth's own.
@@ -201,7 +232,8 @@ fn must_keep(home: &Home, removed: &[PathBuf], kept: &[PathBuf]) -> Result<(), C
     Ok(())
 }
 
-/// Refuses to remove an image that another machine in the same folder needs, or may need.
+/// Refuses to remove an image that another machine in the same folder needs, or may need. Of stopped machines with files elsewhere nothing
+/// is known.
 fn must_be_unused(home: &Home, root: &RuntimeRoot, removed: &[PathBuf]) -> Result<(), CliError> {
     let refuse =
         |why: String| Err(CliError::Machine { name: home.name().to_owned(), what: format!("is not removed: {why}") });
@@ -313,10 +345,18 @@ mod tests {
         (home, config)
     }
 
+    /// Makes empty files, and a machine's own disk as `hearth new` does.
     fn make(paths: &[PathBuf]) {
         for path in paths {
-            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            let folder = path.parent().unwrap();
+            fs::create_dir_all(folder).unwrap();
             fs::write(path, "").unwrap();
+            if path.ends_with("disk.qcow2") {
+                let base = folder.with_extension("base");
+                File::create(&base).unwrap().set_len(1 << 20).unwrap();
+                fs::remove_file(path).unwrap();
+                create_overlay(path, &base, "raw").unwrap();
+            }
         }
     }
 
@@ -342,6 +382,34 @@ mod tests {
         carry_out(&plan).unwrap();
         assert!(own.iter().all(|path| !path.exists()) && !memory.join("web").exists());
         assert!(others.iter().all(|path| path.exists()));
+    }
+
+    #[test]
+    fn own_image_with_the_disks_name_is_kept() {
+        let folder = tempfile::tempdir().unwrap();
+        let home = Home::in_folder("web", folder.path());
+        let (_, config) = machine(folder.path(), folder.path(), &[&home.disk()]);
+        make(&[home.disk(), home.seed(), home.file()]);
+        let check = |is_made: bool| {
+            let plan = plan(&home, &config).unwrap();
+            let own = if is_made { &plan.removed } else { &plan.kept };
+            assert!([home.disk(), home.seed()].iter().all(|path| own.contains(path)), "{plan:?}");
+            assert!(plan.removed.contains(&home.file()));
+        };
+        check(true);
+        let qemu_img = |arguments: &str| {
+            let arguments = arguments.replace("DISK", home.disk().to_str().unwrap());
+            let done = std::process::Command::new("sh").args(["-ec", &arguments]).output().unwrap();
+            assert!(done.status.success(), "{done:?}");
+        };
+        qemu_img("qemu-img resize -q DISK 2M");
+        check(true);
+        qemu_img("qemu-img rebase -b '' DISK");
+        check(false);
+        for make in ["qemu-img create -q -f qcow2 DISK 1M", "truncate -s 1M DISK", "printf 'QFI\\373' >DISK"] {
+            qemu_img(&format!("rm DISK; {make}"));
+            check(false);
+        }
     }
 
     #[test]
@@ -460,7 +528,7 @@ mod tests {
         let dump = home.folder().join("dumps/1.vmcore");
         make(&[home.disk(), home.seed(), dump.clone()]);
         let plan = plan(&home, &configuration(&home, &root).unwrap()).unwrap();
-        assert_eq!((plan.removed, plan.kept), (vec![home.disk(), home.seed()], vec![home.folder().join("dumps")]));
+        assert_eq!((plan.removed, plan.kept), (vec![home.seed(), home.disk()], vec![home.folder().join("dumps")]));
     }
 
     #[test]
