@@ -296,7 +296,8 @@ enum Verb {
     Rm(rm::RemoveArguments),
     /// Power a machine off and end its keeper.
     ///
-    /// The guest is asked to shut down. After a minute its power is cut. A machine that an error has ended counts as stopped from then on.
+    /// The guest is asked to shut down. After a minute its power is cut. A machine that an error has ended counts as stopped from then on,
+    /// and systemd does not try again to start it.
     Stop {
         #[command(flatten)]
         machine: NameArgument,

@@ -15,8 +15,11 @@ use signal_hook::iterator::Signals;
 use crate::check::life;
 use crate::client::ClientError;
 use crate::failure;
+use crate::home::Home;
 use crate::machine::GUEST_DIED_WITH_QEMU;
+use crate::runtime_root::RuntimeRoot;
 
+use super::service::{self, Manager};
 use super::text::bytes;
 use super::{CliError, Context, Exit, events, words};
 
@@ -68,10 +71,11 @@ pub fn stop(context: &mut Context<'_>, name: &str, request: StopRequest, wait: b
             wait_for_keepers_end(&context.root.machine(name));
             stopped_since(context, name, before, error)
         }
-        Err(error @ (CliError::NotRunning { .. } | CliError::Off { .. }))
-            if !is_systemds() && failure::acknowledge(name, &context.root.machine(name)) =>
-        {
-            stopped_since(context, name, before, error)
+        Err(error @ (CliError::NotRunning { .. } | CliError::Off { .. })) if !is_systemds() => {
+            // Whether an attached domain's unit runs is libvirt's business. Units know no other runtime root.
+            let is_units = matches!(error, CliError::NotRunning { .. }) && context.root == RuntimeRoot::for_this_user();
+            let unit = super::home(name).ok().filter(|_| is_units && service::is_there());
+            stop_failed(context, name, before, error, unit.map(|home| (Manager::of_this_user(), home)))
         }
         accepted => conclude(context, name, accepted?, wait.then_some(Goal::Stopped)),
     }
@@ -80,6 +84,21 @@ pub fn stop(context: &mut Context<'_>, name: &str, request: StopRequest, wait: b
 /// Whether systemd calls this to stop a unit. It also does that after the unit has failed, of which the operator is to take note.
 fn is_systemds() -> bool {
     std::env::var_os("SERVICE_RESULT").is_some()
+}
+
+/// Takes note of a failure: the machine counts as stopped from then on. `unit`: what might start it again before that, with its manager.
+pub(super) fn stop_failed(
+    context: &mut Context<'_>,
+    name: &str,
+    before: u64,
+    error: CliError,
+    unit: Option<(Manager, Home)>,
+) -> Result<Exit, CliError> {
+    if let Some((manager, home)) = unit {
+        manager.give_up(&home)?;
+    }
+    failure::acknowledge(name, &context.root.machine(name));
+    stopped_since(context, name, before, error)
 }
 
 /// Shows the events after `before` in a machine's log. The error holds if they do not say that it has stopped.

@@ -2,7 +2,8 @@
 //!
 //! machine -> checked -> `systemctl [--user] VERB hearth@NAME.service`
 //!
-//! `stop` is not among these: it asks the machine's keeper, whoever started that. The unit ends with the keeper.
+//! `stop` is not among these: it asks the machine's keeper, whoever started that. The unit ends with the keeper. Only of a machine that
+//! has failed there is none to ask, and a unit that tries again is stopped.
 //!
 //! The system's unit allows no namespaces. The unit of a machine with passt, which needs some, has a drop-in.
 
@@ -120,6 +121,15 @@ impl Manager {
         self.allow_passt(false, home)
     }
 
+    /// Has systemd no longer try to start a machine that fails. A manager that cannot be reached tries nothing.
+    pub fn give_up(&self, home: &Home) -> Result<(), CliError> {
+        let asked = self.output(self.systemctl(&["show", "--property=ActiveState", "--value"]).arg(unit(home)))?;
+        match asked.stdout.trim_ascii() {
+            b"activating" => self.must("stop", home),
+            _ => Ok(()),
+        }
+    }
+
     /// Allows passt to what the machine's unit starts from now on, or no longer. A user's unit allows it in any case.
     fn allow_passt(&self, is_wanted: bool, home: &Home) -> Result<(), CliError> {
         let folder = self.units.join(format!("{}.d", unit(home)));
@@ -229,8 +239,10 @@ fn must_run(context: &Context<'_>, home: &Home) -> Result<Config, CliError> {
 mod tests {
     use std::os::unix::fs::PermissionsExt;
 
+    use super::super::order;
     use super::*;
     use crate::runtime_root::RuntimeRoot;
+    use crate::{event_log, failure};
 
     /// A systemctl that is this script, and a loginctl that prints `linger`. Also returns the file with the words of each call of
     /// systemctl, and a machine's home in the folder of all this.
@@ -326,6 +338,24 @@ mod tests {
         let said = done.unwrap_err();
         assert!(words == disables && said.contains("cannot reach your systemd (Failed to connect to bus: "), "{said}");
         assert!(forget("exit 1").1.unwrap_err().contains("systemctl is-enabled failed"));
+    }
+
+    #[test]
+    fn stopped_machine_is_not_tried_again() {
+        let check = |state: &str, expect: &[&str]| {
+            let (words, manager, home, folder) = manager(false, "no", &format!("[ $1 != show ] || echo {state}"));
+            let root = RuntimeRoot::new(folder.path().join("run"));
+            let runtime = root.machine("web");
+            failure::record("web", &runtime, "no such image");
+            let error = CliError::NotRunning { name: "web".to_owned(), hint: String::new() };
+            let mut context = Context { root, json: false, out: &mut Vec::new() };
+            assert_eq!(order::stop_failed(&mut context, "web", 0, error, Some((manager, home))).unwrap(), Exit::Done);
+            assert_eq!(event_log::last_failure(&runtime), None);
+            assert_eq!(fs::read_to_string(words).unwrap().lines().collect::<Vec<_>>(), expect, "{state}");
+        };
+        let show = "show --property=ActiveState --value hearth@web.service";
+        check("activating", &[show, "--quiet stop hearth@web.service"]);
+        ["inactive", "failed"].into_iter().for_each(|state| check(state, &[show]));
     }
 
     #[test]
