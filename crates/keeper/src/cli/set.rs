@@ -13,7 +13,9 @@ use serde::Serialize;
 use super::{CliError, Context, Exit, file_lock};
 use crate::check::{self, Purpose, life};
 use crate::config::{Config, Effect, Owner, Setting, edit};
+use crate::failure::without_digits;
 use crate::problem::Problem;
+use crate::runtime_root::RuntimeRoot;
 
 #[derive(Debug, Args)]
 pub struct SetArguments {
@@ -48,11 +50,11 @@ pub fn set(context: &mut Context<'_>, arguments: &SetArguments) -> Result<Exit, 
     let unusable = |source| CliError::File { path: file.clone(), source };
     let text = fs::read_to_string(&file).map_err(unusable)?;
     let wrong = |problems| CliError::NotSet { file: file.clone(), problems };
-    let (edited, is_changed) = edit_all(text, settings).map_err(wrong)?;
+    let (edited, is_changed) = edit_all(text.clone(), settings).map_err(wrong)?;
     let config = Config::parse(&edited, &file, &context.root).map_err(wrong)?;
     must_be_this_machine(name, &config)?;
     let problems = check::check(&config, &context.root, Purpose::Check);
-    if problems.iter().any(|problem| problem.is_error() && !problem.may_pass) {
+    if keeps_from_running(&problems, || known_problems(&text, &file, &context.root)) {
         return Err(CliError::NotRunnable { file, problems });
     }
     let effects = settings.iter().map(effect).collect::<Result<Vec<_>, _>>().map_err(wrong)?;
@@ -61,6 +63,24 @@ pub fn set(context: &mut Context<'_>, arguments: &SetArguments) -> Result<Exit, 
     let told: Vec<_> = settings.iter().zip(effects).collect();
     tell(context, &config, &told, &problems)?;
     Ok(Exit::Done)
+}
+
+/// Whether a change has problems that keep the machine from running. Those that may pass count if they are not `known`.
+fn keeps_from_running(problems: &[Problem], known: impl FnOnce() -> Option<Vec<Problem>>) -> bool {
+    let (passing, lasting): (Vec<_>, Vec<_>) =
+        problems.iter().filter(|problem| problem.is_error()).partition(|problem| problem.may_pass);
+    if !lasting.is_empty() || passing.is_empty() {
+        return !lasting.is_empty();
+    }
+    // Free memory and the like differ with each look.
+    let what = |problem: &Problem| (problem.subject.clone(), without_digits(&problem.message));
+    known().is_some_and(|known| passing.iter().any(|problem| !known.iter().any(|known| what(known) == what(problem))))
+}
+
+/// Problems of the unchanged file. None if it is wrong: then it is being corrected.
+fn known_problems(text: &str, file: &Path, root: &RuntimeRoot) -> Option<Vec<Problem>> {
+    let config = Config::parse(text, file, root).ok()?;
+    Some(check::check(&config, root, Purpose::Check))
 }
 
 /// The text with these settings, and for each whether it has changed the text.
@@ -168,6 +188,27 @@ mod tests {
         replace(&file, "cpus = 2\n").unwrap();
         assert_eq!(fs::read_to_string(&file).unwrap(), "cpus = 2\n");
         assert_eq!(fs::metadata(&file).unwrap().permissions().mode() & 0o777, 0o640);
+    }
+
+    #[test]
+    fn new_problem_is_refused_and_known_one_is_not() {
+        let folder = tempfile::tempdir().unwrap();
+        let (file, root) = (folder.path().join("web.toml"), RuntimeRoot::new(folder.path().join("run")));
+        fs::write(folder.path().join("vmlinuz"), [&[0; 0x202], &b"HdrS"[..]].concat()).unwrap();
+        let text = |kernel: &str, qemu: &str| {
+            let keys = format!("name = \"web\"\nmemory = \"32MiB\"\nqemu = \"{qemu}\"\n");
+            format!("{keys}memory_folder = \"/dev/shm/hearth-set-test\"\n[boot]\nkernel = \"{kernel}\"\n")
+        };
+        let is_refused = |before: &str, after: &str| {
+            let problems = known_problems(after, &file, &root).unwrap();
+            assert!(problems.iter().all(|problem| !problem.is_error() || problem.may_pass), "{problems:?}");
+            keeps_from_running(&problems, || known_problems(before, &file, &root))
+        };
+        let none = text("vmlinuz", "/nowhere/qemu");
+        assert!(is_refused(&none, &text("vmlinuz", "/nowhere/kvm")), "another one is missing now");
+        assert!(is_refused(&none, &text("/nowhere/vmlinuz", "/nowhere/qemu")));
+        assert!(!is_refused(&none, &none.replace("32MiB", "64MiB")), "it could not run before");
+        assert!(!is_refused(&none.replace("memory", "memori"), &none), "the file is corrected");
     }
 
     #[test]
