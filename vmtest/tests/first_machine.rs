@@ -5,6 +5,7 @@
 
 use std::fs;
 use std::io::Read;
+use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 
@@ -131,6 +132,20 @@ fn commands_of_the_page_make_run_change_and_remove_a_machine() -> Result<()> {
     assert_eq!(host.must("find /etc/hearth /var/lib/hearth -mindepth 1")?, "");
     let after = fs::metadata(&image).expect("the image stays").modified().expect("files have times");
     assert_eq!(after, before, "the image is as it was");
+    Ok(())
+}
+
+#[test]
+fn interrupted_new_leaves_nothing() -> Result<()> {
+    let Some(host) = FreshHost::make()? else { return Ok(()) };
+    let program = host.home().join("bin/qemu-system-x86_64");
+    fs::write(&program, "#!/bin/sh\nkill -INT $PPID\nPATH=${PATH#*:} exec qemu-system-x86_64 \"$@\"\n")
+        .expect("our own file");
+    fs::set_permissions(&program, fs::Permissions::from_mode(0o755)).expect("our own file");
+    host.must("truncate -s 1M image")?;
+    let ended = host.shell("hearth new web --image image")?;
+    assert!(ended.status == 1 && ended.text().contains("web: interrupted; nothing is left"), "{}", ended.text());
+    assert_eq!(host.must("find /etc/hearth /var/lib/hearth -mindepth 1")?, "");
     Ok(())
 }
 

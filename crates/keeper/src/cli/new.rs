@@ -1,9 +1,9 @@
 //! `new`: a machine from a disk image, in one line.
 //!
-//! name, key, ports -> configuration, read as `check` reads it -> disk over the image, seed -> NAME.toml, last -> checked
+//! name, key, ports -> configuration, read as `check` reads it -> disk over the image, seed -> checked -> NAME.toml
 //!
 //! The image is only read: the machine's own disk is an overlay over it, made at once, and one image serves any number of
-//! machines. If anything fails, nothing is left.
+//! machines. If anything fails, or this command is interrupted, nothing is left.
 
 use std::collections::BTreeSet;
 use std::fs::{self, DirBuilder, File, OpenOptions};
@@ -11,10 +11,13 @@ use std::io::{self, Read, Write};
 use std::net::{Ipv4Addr, TcpListener};
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
 use clap::Args;
 use hearth_disk::image::{backing_images, create_overlay};
 use serde::Serialize;
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 
 use super::machine::start_command;
 use super::{CliError, Context, Exit, absolute, service};
@@ -92,12 +95,29 @@ pub fn new(context: &mut Context<'_>, arguments: NewArguments) -> Result<Exit, C
     let file = home.file();
     let config = Config::parse(&text, &file, &context.root)
         .map_err(|problems| CliError::Configuration { file: file.clone(), problems })?;
+    let is_interrupted = catch_interrupts().map_err(CliError::Signals)?;
     let mut made = Made::default();
-    let written = write(&mut made, &home, (&image, format), arguments.uefi, keys.as_deref(), &text);
+    let written = write(&mut made, &home, (&image, format), arguments.uefi, keys.as_deref());
     let checked = written.and_then(|()| must_run(context, &config));
-    let warnings = checked.inspect_err(|_| made.remove(&home))?;
+    let done = match is_interrupted.load(Relaxed) {
+        // The terminal has interrupted the QEMU of the check, too.
+        true => {
+            Err(CliError::Machine { name: home.name().to_owned(), what: "interrupted; nothing is left".to_owned() })
+        }
+        false => checked.and_then(|warnings| configure(&mut made, &home, &text).map(|()| warnings)),
+    };
+    let warnings = done.inspect_err(|_| made.remove(&home))?;
     tell(context, &home, &config, &image, &warnings)?;
     Ok(Exit::Done)
+}
+
+/// A flag that is set when this command is to end. It then ends by itself, without what it has made.
+fn catch_interrupts() -> io::Result<Arc<AtomicBool>> {
+    let is_interrupted = Arc::new(AtomicBool::new(false));
+    for signal in [SIGHUP, SIGINT, SIGTERM] {
+        signal_hook::flag::register(signal, is_interrupted.clone())?;
+    }
+    Ok(is_interrupted)
 }
 
 fn must_be_free(home: &Home) -> Result<(), CliError> {
@@ -214,22 +234,14 @@ impl Made {
     }
 }
 
-/// Makes the machine's files.
+/// Makes the machine's files, except for its configuration.
 fn write(
     made: &mut Made,
     home: &Home,
     (image, format): (&Path, DiskFormat),
     is_uefi: bool,
     keys: Option<&[String]>,
-    text: &str,
 ) -> Result<(), CliError> {
-    let at = |path: &Path| {
-        let path = path.to_owned();
-        |source| CliError::File { path, source }
-    };
-    let file = home.file();
-    let configurations = file.parent().expect("it is in a folder");
-    fs::create_dir_all(configurations).map_err(at(configurations))?;
     DirBuilder::new().mode(0o700).recursive(true).create(home.folder()).map_err(at(home.folder()))?;
     create_overlay(&home.disk(), image, format.name())?;
     made.0.push(home.disk());
@@ -240,8 +252,22 @@ fn write(
     if let Some(keys) = keys {
         seed::write(made.file(home.seed())?, home.name(), keys).map_err(at(&home.seed()))?;
     }
+    Ok(())
+}
+
+/// Writes the machine's configuration: with it there is a machine.
+fn configure(made: &mut Made, home: &Home, text: &str) -> Result<(), CliError> {
+    let file = home.file();
+    let folder = file.parent().expect("it is in a folder");
+    fs::create_dir_all(folder).map_err(at(folder))?;
     let written = made.file(file.clone())?;
-    write_text(written, text).and_then(|()| File::open(configurations)?.sync_all()).map_err(at(&file))
+    write_text(written, text).and_then(|()| File::open(folder)?.sync_all()).map_err(at(&file))
+}
+
+/// An error with this file.
+fn at(path: &Path) -> impl FnOnce(io::Error) -> CliError + use<> {
+    let path = path.to_owned();
+    |source| CliError::File { path, source }
 }
 
 fn copy(from: &Path, mut to: File) -> io::Result<()> {
@@ -335,7 +361,9 @@ mod tests {
         let image = folder.path().join("image");
         let make = |made: &mut Made| {
             let keys = ["ssh-rsa AAAA".to_owned()];
-            write(made, &home, (&image, DiskFormat::Raw), false, Some(&keys), "cpus = 1\n")
+            write(made, &home, (&image, DiskFormat::Raw), false, Some(&keys))?;
+            assert!(!home.file().exists(), "it is not checked yet");
+            configure(made, &home, "cpus = 1\n")
         };
         let [mut made, mut late] = [Made::default(), Made::default()];
         assert!(make(&mut made).is_err(), "the image is missing");
