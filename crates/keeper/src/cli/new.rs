@@ -30,7 +30,20 @@ mod seed;
 
 /// Which user QEMU becomes under root.
 const OWN_USER: &str = "auto";
+/// How images begin that are neither raw nor qcow2. `hearth new` would take them for raw ones.
+const FOREIGN: [(usize, &[u8], &str); 5] = [
+    (0, b"KDMV", "VMDK"),
+    (0, b"# Disk DescriptorFile", "VMDK"),
+    (0, b"vhdxfile", "VHDX"),
+    (0, b"conectix", "VHD"),
+    (64, b"\x7f\x10\xda\xbe", "VDI"),
+];
+/// How compressed files begin, and the program that unpacks them.
+const PACKED: [(&[u8], &str); 4] =
+    [(b"\xfd7zXZ\0", "xz"), (b"\x1f\x8b\x08", "gzip"), (b"\x28\xb5\x2f\xfd", "zstd"), (b"BZh", "bzip2")];
 const QCOW2_MAGIC: [u8; 4] = *b"QFI\xfb";
+/// All of these are within this many bytes.
+const HEAD_BYTES: u64 = 128;
 /// Where ssh listens in the guest, and from where on a port of the host is chosen for it.
 const SSH_PORT: u16 = 22;
 const SSH_FROM: u16 = 2222;
@@ -81,7 +94,7 @@ pub fn new(context: &mut Context<'_>, arguments: NewArguments) -> Result<Exit, C
     let home = super::home(&arguments.name)?;
     must_be_free(&home)?;
     let image = absolute(arguments.image);
-    let format = format_of(&image).map_err(|source| CliError::File { path: image.clone(), source })?;
+    let format = format_of(&image)?;
     must_be_whole(&image, format)?;
     let keys = arguments.ssh_key.as_deref().map(read_keys).transpose()?;
     let mut forward = arguments.forward;
@@ -133,11 +146,25 @@ fn must_be_free(home: &Home) -> Result<(), CliError> {
     }
 }
 
-/// The image's format, by its first bytes.
-fn format_of(image: &Path) -> io::Result<DiskFormat> {
-    let mut magic = Vec::new();
-    File::open(image)?.take(QCOW2_MAGIC.len() as u64).read_to_end(&mut magic)?;
-    Ok(if magic == QCOW2_MAGIC { DiskFormat::Qcow2 } else { DiskFormat::Raw })
+/// The image's format, by its first bytes. Refuses what would be a disk that no guest can boot from.
+fn format_of(image: &Path) -> Result<DiskFormat, CliError> {
+    let name = image.display().to_string();
+    let refuse = |what: String| Err(CliError::Machine { name: name.clone(), what });
+    let found = fs::metadata(image).map_err(at(image))?;
+    if !found.is_file() || found.len() == 0 {
+        let what = if found.is_file() { "is empty" } else { "is not a file" };
+        return refuse(format!("{what}; give a disk image, such as a distribution's cloud image"));
+    }
+    let mut head = Vec::new();
+    File::open(image).and_then(|file| file.take(HEAD_BYTES).read_to_end(&mut head)).map_err(at(image))?;
+    let has = |start: usize, magic: &[u8]| head.get(start..).is_some_and(|rest| rest.starts_with(magic));
+    if let Some((_, program)) = PACKED.into_iter().find(|(magic, _)| has(0, magic)) {
+        return refuse(format!("is compressed; unpack it first: `{program} -dc {name} >NEW.img`"));
+    }
+    if let Some((.., format)) = FOREIGN.into_iter().find(|(start, magic, _)| has(*start, magic)) {
+        return refuse(format!("is a {format} image; convert it first: `qemu-img convert -O qcow2 {name} NEW.qcow2`"));
+    }
+    Ok(if has(0, &QCOW2_MAGIC) { DiskFormat::Qcow2 } else { DiskFormat::Raw })
 }
 
 /// Refuses an image with a backing image: that would have to stay as it is, too, and `hearth rm` may remove it.
@@ -336,6 +363,8 @@ fn tell(
 
 #[cfg(test)]
 mod tests {
+    use std::process::Command;
+
     use super::*;
     use crate::runtime_root::RuntimeRoot;
 
@@ -400,6 +429,31 @@ mod tests {
         for (bytes, expect) in [(&b"QFI\xfb\0\0\0\x03"[..], DiskFormat::Qcow2), (b"\xeb\x63", DiskFormat::Raw)] {
             fs::write(&image, bytes).unwrap();
             assert_eq!(format_of(&image).unwrap(), expect);
+        }
+    }
+
+    #[test]
+    fn images_that_no_guest_boots_are_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        let image = folder.path().join("image");
+        let check = |image: &Path, expect: &str| {
+            let expect = format!("{}: {}", image.display(), expect.replace("IMAGE", image.to_str().unwrap()));
+            let said = format_of(image).unwrap_err().to_string();
+            assert!(said.starts_with(&expect), "{said}");
+        };
+        for (magic, program) in PACKED {
+            fs::write(&image, [magic, &[0; 512]].concat()).unwrap();
+            check(&image, &format!("is compressed; unpack it first: `{program} -dc IMAGE >NEW.img`"));
+        }
+        for (format, name) in [("vmdk", "VMDK"), ("vhdx", "VHDX"), ("vpc", "VHD"), ("vdi", "VDI")] {
+            let mut qemu_img = Command::new("qemu-img");
+            assert!(qemu_img.args(["create", "-q", "-f", format]).arg(&image).arg("1M").status().unwrap().success());
+            check(&image, &format!("is a {name} image; convert it first: `qemu-img convert -O qcow2 IMAGE NEW.qcow2`"));
+        }
+        fs::write(&image, "").unwrap();
+        check(&image, "is empty; give a disk image");
+        for other in [Path::new("/dev/null"), folder.path()] {
+            check(other, "is not a file; give a disk image");
         }
     }
 }
