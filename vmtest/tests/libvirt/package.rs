@@ -10,10 +10,16 @@ const UNIT: &str = include_str!("../../../packaging/hearth@.service");
 
 /// Runs the package's script as dpkg does before it removes the package. Returns whether it lets dpkg go on, and what it said.
 fn remove(files: &Files) -> Result<(bool, String)> {
+    remove_under(files, &[])
+}
+
+/// As `remove`, by a command that runs others.
+fn remove_under(files: &Files, runner: &[&str]) -> Result<(bool, String)> {
     let script = files.vm.folder().join("prerm").display().to_string();
     files.vm.must(&["tee", &script], PRERM)?;
     let variables = ["DPKG_MAINTSCRIPT_NAME=prerm", "DPKG_MAINTSCRIPT_PACKAGE=hearth", "DPKG_ROOT="];
-    let output = files.vm.command(&[&["env"], &variables[..], &["sh", "-e", &script, "remove"]].concat(), "")?;
+    let output =
+        files.vm.command(&[runner, &["env"], &variables[..], &["sh", "-e", &script, "remove"]].concat(), "")?;
     Ok((output.status.success(), String::from_utf8_lossy(&output.stderr).into_owned()))
 }
 
@@ -47,6 +53,14 @@ fn removal_is_refused_while_a_machine_needs_hearth() -> Result<()> {
     assert!(!said.contains("detach"), "{said}");
     vm.hearth(&["stop", "needs", "--force"])?;
     assert_eq!(remove(&files)?, (true, String::new()));
+
+    // A user's machine, whose keeper's lock another command holds here, and a pipe that a user has made.
+    let make = "mount -t tmpfs tmpfs /run/user; cd /run/user; mkdir -p 65534/hearth/own 65534/hearth/pipe; \
+                touch 65534/hearth/own/keeper.lock; mkfifo 65534/hearth/pipe/keeper.lock; chown -R 65534 65534";
+    vm.must(&["sh", "-ec", &format!("mkdir -p /run/user; {make}")], "")?;
+    assert_eq!(remove(&files)?, (true, String::new()));
+    let (may, said) = remove_under(&files, &["flock", "/run/user/65534/hearth/own/keeper.lock"])?;
+    assert!(!may && said == "hearth runs own: stop it first, as user nobody: hearth stop own\n", "{said}");
     Ok(())
 }
 
