@@ -3,7 +3,8 @@
 //! file -> locked -> edited text -> checked as `check` does -> when each change takes effect -> replaced
 
 use std::fs;
-use std::io::Write;
+use std::io::{self, Write};
+use std::os::unix::fs::{MetadataExt, fchown};
 use std::path::{Path, PathBuf};
 
 use clap::Args;
@@ -121,12 +122,17 @@ fn must_be_this_machine(name: &str, config: &Config) -> Result<(), CliError> {
     }
 }
 
-/// The new file has the old one's mode.
-fn replace(file: &Path, text: &str) -> std::io::Result<()> {
-    let mode = fs::metadata(file)?.permissions();
+/// The new file has the old one's owner, group and mode.
+fn replace(file: &Path, text: &str) -> io::Result<()> {
+    let old = fs::metadata(file)?;
     replace_file(file, Durability::PowerCut, |fresh| {
         fresh.write_all(text.as_bytes())?;
-        fresh.set_permissions(mode)
+        let new = fresh.metadata()?;
+        if (new.uid(), new.gid()) != (old.uid(), old.gid()) {
+            let kept = fchown(&*fresh, Some(old.uid()), Some(old.gid()));
+            kept.map_err(|error| io::Error::other(format!("its owner and group cannot be kept: {error}")))?;
+        }
+        fresh.set_permissions(old.permissions())
     })
 }
 
@@ -175,19 +181,24 @@ fn while_running(name: &str, effect: Effect) -> String {
 
 #[cfg(test)]
 mod tests {
-    use std::os::unix::fs::PermissionsExt;
+    use std::os::unix::fs::{PermissionsExt, chown};
 
     use super::*;
 
     #[test]
-    fn file_keeps_its_mode() {
+    fn file_keeps_its_mode_owner_and_group() {
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("web.toml");
         fs::write(&file, "cpus = 1\n").unwrap();
         fs::set_permissions(&file, fs::Permissions::from_mode(0o640)).unwrap();
+        let own = fs::metadata(&file).unwrap();
+        // Only root can give a file away.
+        let ids = if own.uid() == 0 { (65534, 100) } else { (own.uid(), own.gid()) };
+        chown(&file, Some(ids.0), Some(ids.1)).unwrap();
         replace(&file, "cpus = 2\n").unwrap();
         assert_eq!(fs::read_to_string(&file).unwrap(), "cpus = 2\n");
-        assert_eq!(fs::metadata(&file).unwrap().permissions().mode() & 0o777, 0o640);
+        let after = fs::metadata(&file).unwrap();
+        assert_eq!((after.permissions().mode() & 0o777, after.uid(), after.gid()), (0o640, ids.0, ids.1));
     }
 
     #[test]

@@ -6,6 +6,14 @@ use super::origin::{Setting, steps};
 use super::{Effect, Field, Section};
 use crate::problem::Problem;
 
+const NO_SECTION: [&str; 2] =
+    ["no such section", "repeated sections count from 0 and must exist, for example nets[0].forward"];
+const REPEATED: [&str; 2] =
+    ["repeated sections cannot be set as a whole", "set a key of one, for example nets[0].forward"];
+/// The comments between its keys would be lost.
+const WHOLE: [&str; 2] =
+    ["the section is in the file, and cannot be set as a whole", "set its keys, for example boot.firmware"];
+
 /// The text with this setting. It is TOML; what it means is not checked. It stays as it is if the key that is to be removed is not
 /// there.
 pub fn edit(text: &str, setting: &Setting) -> Result<String, Vec<Problem>> {
@@ -13,23 +21,18 @@ pub fn edit(text: &str, setting: &Setting) -> Result<String, Vec<Problem>> {
         let hint = "correct it first: `hearth check`";
         vec![Problem::error("the file", error.message().replace('\n', ", "), hint)]
     };
-    let refuse = |what: &str, hint: &str| vec![Problem::error(&setting.key, what, hint)];
-    let no_section =
-        || refuse("no such section", "repeated sections count from 0 and must exist, for example nets[0].forward");
+    let refuse = |[what, hint]: [&str; 2]| vec![Problem::error(&setting.key, what, hint)];
     if Section::ALL.into_iter().any(|section| section.repeats() && section.table() == Some(&*setting.key)) {
-        return Err(refuse(
-            "repeated sections cannot be set as a whole",
-            "set a key of one, for example nets[0].forward",
-        ));
+        return Err(refuse(REPEATED));
     }
     let Some(value) = &setting.value else {
         if setting.field().is_none() {
-            return Err(refuse("no such key", "a whole section is removed in the file itself"));
+            return Err(refuse(["no such key", "a whole section is removed in the file itself"]));
         }
-        return without(Document::parse(text).map_err(no_toml)?, &setting.key).ok_or_else(no_section);
+        return without(Document::parse(text).map_err(no_toml)?, &setting.key).ok_or_else(|| refuse(NO_SECTION));
     };
     let mut document: DocumentMut = text.parse().map_err(no_toml)?;
-    put(document.as_table_mut(), &setting.key, value).ok_or_else(no_section)?;
+    put(document.as_table_mut(), &setting.key, value).map_err(refuse)?;
     Ok(document.to_string())
 }
 
@@ -62,21 +65,22 @@ fn without(document: Document<&str>, key: &str) -> Option<String> {
     Some([&text[..first], &text[next..]].concat())
 }
 
-/// None if the section does not exist.
-fn put(table: &mut Table, key: &str, value: &toml::Value) -> Option<()> {
-    let steps = steps(key)?;
-    let ((name, None), path) = steps.split_last()? else { return None };
-    let table = below(table, path)?;
+/// The error says what cannot be set, and what to do.
+fn put(table: &mut Table, key: &str, value: &toml::Value) -> Result<(), [&'static str; 2]> {
+    let steps = steps(key).ok_or(NO_SECTION)?;
+    let Some(((name, None), path)) = steps.split_last() else { return Err(NO_SECTION) };
+    let table = below(table, path).ok_or(NO_SECTION)?;
     let mut value: Value = value.to_string().parse().expect("both crates write the same TOML");
-    match table.get_mut(name).and_then(Item::as_value_mut) {
-        Some(old) => {
+    match table.get_mut(name) {
+        Some(Item::Value(old)) => {
             // A comment behind the value belongs to it.
             *value.decor_mut() = old.decor().clone();
             *old = value;
         }
-        None => drop(table.insert(name, Item::Value(value))),
+        Some(Item::Table(_)) => return Err(WHOLE),
+        _ => drop(table.insert(name, Item::Value(value))),
     }
-    Some(())
+    Ok(())
 }
 
 /// The table at this path. Makes those that are missing, except repeated ones.
@@ -166,6 +170,7 @@ mod tests {
     fn new_keys_and_sections_are_added_where_they_belong() {
         check("memory=2GiB", "the host\n", "the host\nmemory = \"2GiB\"\n");
         check("disks[0].iops=70", "\"a\"\n", "\"a\"\niops = 70\n");
+        check("crash={ level = 17 }", "the host\n", "the host\ncrash = { level = 17 }\n");
         check("crash.level=17", "{ port = 80 }\n", "{ port = 80 }\n\n[crash]\nlevel = 17\n");
     }
 
@@ -207,6 +212,14 @@ mod tests {
         assert!(refused(FILE, "cpus.x=1")[0].to_string().contains("no such section"));
         for setting in ["nets=[]", "disks=[{ path = \"/srv/c\" }]", "nvram={}"] {
             assert!(refused(FILE, setting)[0].to_string().contains("cannot be set as a whole"), "{setting}");
+        }
+        for (text, setting) in [
+            (FILE, "boot={ firmware = \"uefi\" }"),
+            (FILE, "remount={ persist = true }"),
+            ("[remount.ready]\n# a comment\nport = 80\n", "remount={ persist = true }"),
+            ("boot.firmware = \"bios\" # a comment\n", "boot={ firmware = \"uefi\" }"),
+        ] {
+            assert!(refused(text, setting)[0].to_string().contains("the section is in the file"), "{setting}");
         }
         assert!(refused("cpus =", "cpus=2")[0].to_string().contains("correct it first"));
     }
