@@ -43,7 +43,9 @@ pub(crate) use guarded::GuardedFile;
 pub use lock::{LockOwner, lock_alone};
 pub(crate) use lock::{inheritable_lock, lock_image};
 pub use note::{ImageFile, ImageNote};
-pub use overlay::{OverlayError, create_overlay, create_overlay_over_arriving, create_overlay_with_bitmap};
+pub use overlay::{
+    OverlayError, create_overlay, create_overlay_over_arriving, create_overlay_with_bitmap, is_own_overlay,
+};
 use qcow2::Qcow2Image;
 pub use qcow2::{add_backing_images, arriving_images, backing_images};
 use raw::RawImage;

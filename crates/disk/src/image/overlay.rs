@@ -117,6 +117,14 @@ pub fn create_overlay_over_arriving(path: &Path, backing: &Path, format: &str) -
     create(path, backing, format, None, None)
 }
 
+/// Whether a file is an overlay of Hearth's over the image that it was made over. `qemu-img convert` and `qemu-img rebase` make another
+/// image of it.
+pub fn is_own_overlay(path: &Path) -> bool {
+    let file = fs::metadata(path).ok().filter(Metadata::is_file).and_then(|_| fs::File::open(path).ok());
+    let header = file.and_then(|file| Header::read_in_use(&file, path).ok());
+    header.is_some_and(|header| header.backing_mark.is_some())
+}
+
 fn create(
     path: &Path,
     backing: &Path,

@@ -8,12 +8,12 @@
 
 use std::collections::BTreeSet;
 use std::ffi::OsStr;
-use std::fs::{self, File, Metadata};
-use std::io::{self, BufRead, IsTerminal, Read};
+use std::fs::{self, File};
+use std::io::{self, BufRead, IsTerminal};
 use std::path::{Path, PathBuf};
 
 use clap::Args;
-use hearth_disk::image::{ImageError, add_backing_images, lock_alone};
+use hearth_disk::image::{ImageError, add_backing_images, is_own_overlay, lock_alone};
 use hearth_recovery::journal::Journal;
 use serde::Serialize;
 
@@ -29,11 +29,6 @@ use crate::runtime_root::RuntimeRoot;
 
 /// Files and folders in a machine's own folder that Hearth makes, beside its disk and seed.
 const OWN: [&str; 3] = ["boot-set", CACHE_MAP, "dumps"];
-/// How the mark in an overlay's header begins, and its bytes before the name of the backing image (crates/disk, `overlay.rs`).
-const MARK: [u8; 4] = *b"Hert";
-const MARK_BYTES: u32 = 24;
-/// The part of a qcow2 image that has its header, the mark and the backing image's name.
-const HEADER_BYTES: u64 = 64 << 10;
 
 #[derive(Debug, Args)]
 pub struct RemoveArguments {
@@ -107,31 +102,10 @@ fn configuration(home: &Home, root: &RuntimeRoot) -> Result<Config, CliError> {
 /// The files that `hearth new` made, except for the configuration: none if another disk has the place of its own. The disk is the last one:
 /// an interrupted removal leaves it, and can be repeated.
 fn made(home: &Home) -> Vec<PathBuf> {
-    match has_mark(&home.disk()) {
+    match is_own_overlay(&home.disk()) {
         true => vec![home.seed(), home.variables(), home.disk()],
         false => Vec::new(),
     }
-}
-
-/// Whether an image is an overlay of Hearth's, still over the image that it was made over. `qemu-img convert` and `qemu-img rebase` make
-/// another one of it.
-fn has_mark(disk: &Path) -> bool {
-    let mut header = Vec::new();
-    let file = disk.metadata().ok().filter(Metadata::is_file).and_then(|_| File::open(disk).ok());
-    let read = file.map(|file| file.take(HEADER_BYTES).read_to_end(&mut header));
-    read.is_some_and(|read| read.is_ok())
-        && backing_name(&header).is_some_and(|name| {
-            let mark = [&MARK[..], &(MARK_BYTES + name.len() as u32).to_be_bytes()].concat();
-            let marks = header.windows(mark.len() + MARK_BYTES as usize + name.len());
-            marks.into_iter().any(|bytes| bytes.starts_with(&mark) && bytes.ends_with(name))
-        })
-}
-
-/// The name of the backing image in a header of a qcow2 image, if it has one.
-fn backing_name(header: &[u8]) -> Option<&[u8]> {
-    let number = |at: usize| Some(u32::from_be_bytes(header.get(at..at + 4)?.try_into().ok()?) as usize);
-    let (start, length) = (number(12)?, number(16)?);
-    header.get(start..start + length).filter(|name| !name.is_empty())
 }
 
 /// Refuses a machine with a guest, with memory of one that somebody wants, or that is not Hearth's own.
