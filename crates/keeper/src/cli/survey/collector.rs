@@ -19,8 +19,10 @@ use crate::runtime_root::RuntimeRoot;
 
 /// A survey that is younger than this is good for another reader.
 const FRESH: Duration = Duration::from_millis(900);
-/// Time that a survey gives to machines that have answered so far. Keepers answer within milliseconds.
+/// Time that a survey waits for keepers. They answer within milliseconds, but those of a busy host may take a second.
 const SURVEY_PATIENCE: Duration = Duration::from_millis(500);
+/// A look that takes longer will not come back: it asks for status and events.
+const LOOK_PATIENCE: Duration = PATIENCE.saturating_mul(2);
 /// Events of a machine that are kept.
 const EVENTS_KEPT: usize = 20;
 /// Snapshots of a machine that are kept.
@@ -101,6 +103,16 @@ impl Collector {
         survey
     }
 
+    /// The same, with all of `PATIENCE` for each keeper: for readers that come too seldom to see the answer in the next survey.
+    pub fn patient_survey(self: &Arc<Self>) -> Survey {
+        let survey = self.survey();
+        let is_pending = |known: &mut BTreeMap<String, Known>| known.values().any(Known::may_answer);
+        let waited = self.looked.wait_timeout_while(self.known(), LOOK_PATIENCE, is_pending);
+        let (known, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        let machine = |it: &Machine| Some(known.get(&it.listed.name)?.shown(&it.listed.name, it.attached));
+        Survey { taken_at: rfc3339(SystemTime::now()), machines: survey.machines.iter().filter_map(machine).collect() }
+    }
+
     fn look_at_all(self: &Arc<Self>) -> Survey {
         let (record, attached) = (Arc::new(Record::of_this_host()), attached(&self.root));
         let names: BTreeSet<_> = names(&self.root, record.as_ref().as_ref()).union(&attached).cloned().collect();
@@ -164,6 +176,11 @@ impl Known {
         self.listed = Some(listed);
     }
 
+    /// A look is under way that has not taken too long.
+    fn may_answer(&self) -> bool {
+        self.looking_since.is_some_and(|since| since.elapsed() < LOOK_PATIENCE)
+    }
+
     fn shown(&self, name: &str, attached: bool) -> Machine {
         let unseen = || Listed {
             name: name.to_owned(),
@@ -172,7 +189,7 @@ impl Known {
             ..Listed::default()
         };
         let listed = self.listed.clone().unwrap_or_else(unseen);
-        let is_late = self.silent || self.looking_since.is_some();
+        let is_late = self.silent || self.looking_since.is_some() && !self.may_answer();
         Machine {
             silent_for: is_late.then(|| self.answered.map_or(SURVEY_PATIENCE, |at| at.elapsed())),
             attached,
@@ -223,6 +240,7 @@ mod tests {
     use std::os::unix::net::UnixListener;
 
     use super::*;
+    use crate::cli::host::web::metrics_text;
     use crate::cli::survey::fake::Keepers;
 
     #[test]
@@ -235,7 +253,7 @@ mod tests {
         let lock = std::fs::File::create(folder.join("keeper.lock")).unwrap();
         lock.lock().unwrap();
         let collector = Collector::new(root);
-        for _ in 0..3 {
+        for round in 0..4 {
             let begun = Instant::now();
             let survey = collector.survey();
             assert!(begun.elapsed() < SURVEY_PATIENCE * 3, "{:?}", begun.elapsed());
@@ -243,7 +261,7 @@ mod tests {
             assert_eq!(names, ["db", "hung", "web"]);
             let answers: Vec<_> = survey.machines.iter().map(|machine| machine.listed.status.is_some()).collect();
             assert_eq!(answers, [true, false, true]);
-            assert!(survey.machines[1].silent_for.is_some() && survey.machines[0].silent_for.is_none());
+            assert!(survey.machines[0].silent_for.is_none() && (round < 3 || survey.machines[1].silent_for.is_some()));
             std::thread::sleep(FRESH);
         }
     }
@@ -253,12 +271,26 @@ mod tests {
         let keepers = Keepers::start(&["web"]);
         let collector = Collector::new(keepers.root());
         assert!(collector.survey().machines[0].silent_for.is_none());
-        let lock = std::fs::File::create(keepers.root().machine("web").join("keeper.lock")).unwrap();
-        lock.lock().unwrap();
         keepers.hang("web");
         std::thread::sleep(FRESH);
-        let machine = collector.survey().machines[0].clone();
+        let machine = collector.patient_survey().machines[0].clone();
         assert!(machine.silent_for.is_some() && machine.listed.status.is_some());
+    }
+
+    #[test]
+    fn slow_keeper_is_not_silent() {
+        let keepers = Keepers::start(&["web"]);
+        keepers.delay("web", SURVEY_PATIENCE * 3 / 2);
+        let collector = Collector::new(keepers.root());
+        assert!(collector.survey().machines[0].silent_for.is_none());
+        for _ in 0..2 {
+            let asked_before = Instant::now();
+            let metrics = metrics_text(&collector);
+            assert!(metrics.contains("hearth_keeper_up{machine=\"web\"} 1\n"), "{metrics}");
+            assert!(metrics.contains("hearth_keeper_silent{machine=\"web\"} 0\n"), "{metrics}");
+            assert!(collector.known()["web"].answered > Some(asked_before), "what it said last may be old");
+            std::thread::sleep(FRESH);
+        }
     }
 
     #[test]

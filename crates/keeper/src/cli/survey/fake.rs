@@ -1,7 +1,8 @@
 //! Keepers that only answer, for tests: the API's server with a status of `sample`.
 
 use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::fs::File;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -18,30 +19,39 @@ use crate::sample;
 /// Keepers in a runtime root of their own.
 pub struct Keepers {
     folder: TempDir,
-    _servers: Vec<Server>,
-    hang: BTreeMap<String, Arc<AtomicBool>>,
+    /// Each with the keeper's lock.
+    _servers: Vec<(Server, File)>,
+    /// Time that each one takes for an answer, in ms.
+    delays: BTreeMap<String, Arc<AtomicU64>>,
 }
 
 impl Keepers {
     pub fn start(names: &[&str]) -> Self {
         let folder = tempfile::tempdir().unwrap();
-        let hang: BTreeMap<String, Arc<AtomicBool>> =
+        let delays: BTreeMap<String, Arc<AtomicU64>> =
             names.iter().map(|name| ((*name).to_owned(), Arc::default())).collect();
         let server = |name: &&str| {
             std::fs::create_dir(folder.path().join(name)).unwrap();
-            serve(&RuntimeRoot::new(folder.path()), name, hang[*name].clone())
+            let lock = File::create(folder.path().join(name).join("keeper.lock")).unwrap();
+            lock.lock().unwrap();
+            (serve(&RuntimeRoot::new(folder.path()), name, delays[*name].clone()), lock)
         };
         let servers = names.iter().map(server).collect();
-        Self { folder, _servers: servers, hang }
+        Self { folder, _servers: servers, delays }
     }
 
     pub fn root(&self) -> RuntimeRoot {
         RuntimeRoot::new(self.folder.path())
     }
 
+    /// From now on this one takes so long for an answer.
+    pub fn delay(&self, name: &str, delay: Duration) {
+        self.delays[name].store(delay.as_millis() as u64, Ordering::Relaxed);
+    }
+
     /// From now on this one takes requests and does not answer them.
     pub fn hang(&self, name: &str) {
-        self.hang[name].store(true, Ordering::Relaxed);
+        self.delay(name, Duration::from_secs(60));
     }
 }
 
@@ -59,7 +69,7 @@ fn saved(folder: String) -> EventKind {
     }
 }
 
-fn serve(root: &RuntimeRoot, name: &str, hang: Arc<AtomicBool>) -> Server {
+fn serve(root: &RuntimeRoot, name: &str, delay_ms: Arc<AtomicU64>) -> Server {
     let events = EventLog::in_memory(name);
     let address = format!("s3://bucket/{name}");
     events.record(EventKind::RestoreWaits { why: format!("{address}/memory: connection refused") });
@@ -70,9 +80,7 @@ fn serve(root: &RuntimeRoot, name: &str, hang: Arc<AtomicBool>) -> Server {
     // Its disk is busy: the counters grow with each answer.
     let status = Mutex::new(status);
     let control = Control::new(move |command, reply| {
-        if hang.load(Ordering::Relaxed) {
-            std::thread::sleep(Duration::from_secs(60));
-        }
+        std::thread::sleep(Duration::from_millis(delay_ms.load(Ordering::Relaxed)));
         let answer = match command {
             Command::Status => {
                 let mut status = status.lock().unwrap();

@@ -8,7 +8,7 @@ use serde::Serialize;
 use super::addresses::hidden;
 use super::rates::Rates;
 use super::troubles::{Tone, Trouble, of_disk, troubles};
-use super::{Machine, Survey};
+use super::{Machine, NO_ANSWER, Survey};
 use crate::cli::describe;
 use crate::cli::text::{bytes, milliseconds, uptime};
 use crate::home::Home;
@@ -250,7 +250,7 @@ fn without_answer(machine: &Machine, hearth: &str) -> Vec<Command> {
     let start = || start_keeper(&Home::of(&machine.listed.name), hearth);
     let events = of("show what happened", "events NAME");
     match &machine.listed {
-        _ if machine.silent_for.is_some() => vec![events],
+        _ if machine.state() == NO_ANSWER => vec![events],
         it if it.orphaned => vec![start()],
         it if it.parked.is_some() => vec![of("resume all parked guests", "host-reload resume")],
         it if it.failure.is_some() => vec![events, start()],

@@ -187,7 +187,7 @@ impl Web {
 
 /// The metrics of all machines.
 pub fn metrics_text(collector: &Arc<Collector>) -> String {
-    let survey = collector.survey();
+    let survey = collector.patient_survey();
     let seen: Vec<_> = survey.machines.iter().map(seen).collect();
     metrics::text_of_host(&seen, SystemTime::now())
 }
