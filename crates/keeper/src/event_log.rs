@@ -355,7 +355,8 @@ pub fn read_file(runtime_folder: &Path) -> io::Result<Vec<EventRecord>> {
     Ok(records_in(text_of_both(runtime_folder)?.split(is_newline)))
 }
 
-/// The error that ended the machine's last keeper. None: it ended otherwise, or its log does not say.
+/// The error that ended the machine's last keeper, also while the next one starts. None: a guest has run since, or it ended otherwise, or
+/// its log does not say.
 pub fn last_failure(runtime_folder: &Path) -> Option<String> {
     let tail = |name| tail_of(runtime_folder, name).unwrap_or_default();
     let text = [tail(OLD_FILE_NAME), tail(FILE_NAME)].join(&b'\n');
@@ -363,17 +364,18 @@ pub fn last_failure(runtime_folder: &Path) -> Option<String> {
 }
 
 fn failure_in(records: &[EventRecord]) -> Option<String> {
-    let is_start = |record: &&EventRecord| matches!(record.event, EventKind::Started { .. });
-    let of_last_keeper = || records.iter().rev().take_while(|record| !is_start(record)).map(|record| &record.event);
-    let state = of_last_keeper().find_map(|event| match event {
-        EventKind::StateChanged { to, .. } => Some(*to),
+    // A keeper begins with Starting, and may fail like the last one.
+    let mut events = records.iter().rev().map(|record| &record.event);
+    let state = events.find_map(|event| match event {
+        EventKind::StateChanged { to, .. } if *to != MachineState::Starting => Some(*to),
         _ => None,
     });
+    let mut of_that_keeper = events.take_while(|event| !matches!(event, EventKind::Started { .. }));
     let error = |event: &EventKind| match event {
         EventKind::Error { message } => Some(message.clone()),
         _ => None,
     };
-    if state == Some(MachineState::Failed) { of_last_keeper().find_map(error) } else { None }
+    if state == Some(MachineState::Failed) { of_that_keeper.find_map(error) } else { None }
 }
 
 /// The last `TAIL_BYTES` of a file. Its first line may be torn.
@@ -484,12 +486,18 @@ mod tests {
         log.record(EventKind::DumpIncomplete { file: "/dump".into(), why: "ended".into() });
         check(Some("disk full"));
         start();
-        check(None);
-        error("no such image");
-        check(None);
         log.record_state(MachineState::Starting);
-        log.record_state(MachineState::Stopped);
+        check(Some("disk full"));
+        error("no such image");
+        check(Some("disk full"));
+        log.record_state(MachineState::Failed);
         error("cannot save the boot set");
+        check(Some("no such image"));
+        start();
+        log.record_state(MachineState::Starting);
+        log.record_state(MachineState::Running);
+        check(None);
+        log.record_state(MachineState::Stopped);
         check(None);
     }
 

@@ -3,7 +3,7 @@
 //!
 //! error -> no other keeper runs the machine -> told already? -> the error and the state `failed` in the log
 //!
-//! It is over when the machine is started again, or when the operator takes note of it (`hearth stop`).
+//! It is over when a guest runs again, or when the operator takes note of it (`hearth stop`).
 
 use std::path::Path;
 

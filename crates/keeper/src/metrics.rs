@@ -351,7 +351,7 @@ pub struct Seen<'a> {
     pub silent: bool,
     /// The guest is parked in memory.
     pub parked: bool,
-    /// The last keeper ended with an error, and nothing is left of the machine.
+    /// An error ended the last keeper, and no guest runs since.
     pub failed: bool,
 }
 
@@ -375,7 +375,7 @@ static HOST_METRICS: &[HostMetric] = &[
     HostMetric { name: "hearth_guest_parked", meaning: "1 if the guest is parked in memory", fact: |seen| seen.parked },
     HostMetric {
         name: "hearth_machine_failed",
-        meaning: "1 if an error ended the machine's last keeper or kept it from starting, and nothing of it runs since",
+        meaning: "1 if an error ended the machine's last keeper or kept it from starting, and no guest runs since",
         fact: |seen| seen.failed,
     },
 ];

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use hearth_api::{ApiError, ErrorWord, EventKind};
+use hearth_api::{ApiError, ErrorWord, EventKind, MachineState, MachineStatus};
 use serde_json::json;
 use tempfile::TempDir;
 
@@ -16,28 +16,40 @@ use crate::http::{Context, Server};
 use crate::runtime_root::RuntimeRoot;
 use crate::sample;
 
+struct Fake {
+    /// Time until it answers, in ms.
+    delay_ms: AtomicU64,
+    status: Mutex<MachineStatus>,
+}
+
+impl Fake {
+    fn new(name: &str) -> Arc<Self> {
+        let status = MachineStatus { name: name.to_owned(), ..sample::healthy() };
+        Arc::new(Self { delay_ms: AtomicU64::new(0), status: Mutex::new(status) })
+    }
+}
+
 /// Keepers in a runtime root of their own.
 pub struct Keepers {
     folder: TempDir,
     /// Each with the keeper's lock.
     _servers: Vec<(Server, File)>,
-    /// Time that each one takes for an answer, in ms.
-    delays: BTreeMap<String, Arc<AtomicU64>>,
+    fakes: BTreeMap<String, Arc<Fake>>,
 }
 
 impl Keepers {
     pub fn start(names: &[&str]) -> Self {
         let folder = tempfile::tempdir().unwrap();
-        let delays: BTreeMap<String, Arc<AtomicU64>> =
-            names.iter().map(|name| ((*name).to_owned(), Arc::default())).collect();
+        let fakes: BTreeMap<String, Arc<Fake>> =
+            names.iter().map(|name| ((*name).to_owned(), Fake::new(name))).collect();
         let server = |name: &&str| {
             std::fs::create_dir(folder.path().join(name)).unwrap();
             let lock = File::create(folder.path().join(name).join("keeper.lock")).unwrap();
             lock.lock().unwrap();
-            (serve(&RuntimeRoot::new(folder.path()), name, delays[*name].clone()), lock)
+            (serve(&RuntimeRoot::new(folder.path()), name, fakes[*name].clone()), lock)
         };
         let servers = names.iter().map(server).collect();
-        Self { folder, _servers: servers, delays }
+        Self { folder, _servers: servers, fakes }
     }
 
     pub fn root(&self) -> RuntimeRoot {
@@ -46,7 +58,12 @@ impl Keepers {
 
     /// From now on this one takes so long for an answer.
     pub fn delay(&self, name: &str, delay: Duration) {
-        self.delays[name].store(delay.as_millis() as u64, Ordering::Relaxed);
+        self.fakes[name].delay_ms.store(delay.as_millis() as u64, Ordering::Relaxed);
+    }
+
+    /// From now on this is the state of this one's machine.
+    pub fn enter(&self, name: &str, state: MachineState) {
+        self.fakes[name].status.lock().unwrap().state = state;
     }
 
     /// From now on this one takes requests and does not answer them.
@@ -69,21 +86,18 @@ fn saved(folder: String) -> EventKind {
     }
 }
 
-fn serve(root: &RuntimeRoot, name: &str, delay_ms: Arc<AtomicU64>) -> Server {
+fn serve(root: &RuntimeRoot, name: &str, fake: Arc<Fake>) -> Server {
     let events = EventLog::in_memory(name);
     let address = format!("s3://bucket/{name}");
     events.record(EventKind::RestoreWaits { why: format!("{address}/memory: connection refused") });
     events.record(saved(address));
     events.record(EventKind::GuestPanicked);
-    let mut status = sample::healthy();
-    status.name = name.to_owned();
-    // Its disk is busy: the counters grow with each answer.
-    let status = Mutex::new(status);
     let control = Control::new(move |command, reply| {
-        std::thread::sleep(Duration::from_millis(delay_ms.load(Ordering::Relaxed)));
+        std::thread::sleep(Duration::from_millis(fake.delay_ms.load(Ordering::Relaxed)));
         let answer = match command {
             Command::Status => {
-                let mut status = status.lock().unwrap();
+                let mut status = fake.status.lock().unwrap();
+                // Its disk is busy.
                 status.disks[0].reads += 120;
                 status.disks[0].read_warm_bytes += 480 << 10;
                 Ok(Answer::Status(Box::new(status.clone())))

@@ -13,7 +13,7 @@ mod view;
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-use hearth_api::{ErrorWord, MachineStatus};
+use hearth_api::{ErrorWord, MachineState, MachineStatus};
 use serde::Serialize;
 
 pub use collector::{Collector, Machine, Survey};
@@ -43,7 +43,7 @@ pub struct Listed {
     pub orphaned: bool,
     /// The guest is parked in memory, without QEMU and keeper.
     pub parked: Option<ParkedGuest>,
-    /// The error that ended the last keeper, if nothing is left of the machine.
+    /// The error that ended the last keeper, until a guest runs again.
     pub failure: Option<String>,
     /// A keeper lives, but does not answer.
     pub silent: bool,
@@ -100,7 +100,11 @@ pub fn look_at_all(root: &RuntimeRoot) -> Vec<Listed> {
 /// Asks a machine's keeper for its status, and looks at its files if there is no answer.
 pub fn look(root: &RuntimeRoot, record: Option<&Record>, name: String) -> Listed {
     match Client::new(root.api_socket(&name)).with_patience(PATIENCE).status() {
-        Ok(status) => Listed { name, status: Some(status), ..Listed::default() },
+        Ok(status) => {
+            let starts = status.state == MachineState::Starting;
+            let failure = if starts { last_failure(&root.machine(&name)) } else { None };
+            Listed { name, status: Some(status), failure, ..Listed::default() }
+        }
         Err(error) => {
             let folder = root.machine(&name);
             let orphaned = life::orphaned_qemu(&folder).is_some();

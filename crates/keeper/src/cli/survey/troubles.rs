@@ -46,7 +46,11 @@ pub fn troubles(machine: &Machine) -> Vec<Trouble> {
     let mut troubles = Vec::new();
     troubles.extend(machine.silent_for.map(silence));
     match &listed.status {
-        Some(status) => troubles.extend(in_status(status)),
+        Some(status) => {
+            let failure = listed.failure.iter();
+            troubles.extend(failure.map(|why| Trouble::bad(format!("the last keeper failed: {why}"))));
+            troubles.extend(in_status(status));
+        }
         None if listed.orphaned => troubles.push(Trouble::bad(ORPHANED)),
         None if listed.parked.is_some() => {}
         None => troubles.extend(listed.failure.iter().map(Trouble::bad)),

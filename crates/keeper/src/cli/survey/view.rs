@@ -325,6 +325,26 @@ mod tests {
     }
 
     #[test]
+    #[test]
+    fn failure_is_not_over_while_the_next_keeper_starts() {
+        let keepers = Keepers::start(&["web"]);
+        let log = EventLog::open("web", &keepers.root().machine("web")).unwrap();
+        log.record(EventKind::Error { message: "QEMU does not answer".to_owned() });
+        log.record_state(MachineState::Failed);
+        log.record(EventKind::Started { pid: 1, version: "1".to_owned() });
+        let check = |state, tone, failed| {
+            keepers.enter("web", state);
+            let collector = Collector::new(keepers.root());
+            let metrics = metrics_text(&collector);
+            assert!(metrics.contains(&format!("hearth_machine_failed{{machine=\"web\"}} {failed}\n")), "{metrics}");
+            let web = View::of(&collector.survey(), &keepers.root()).machines[0].clone();
+            assert_eq!((web.state.as_str(), web.tone), (state.name(), tone));
+            assert_eq!(web.now[0] == "the last keeper failed: QEMU does not answer", failed == 1, "{:?}", web.now);
+        };
+        check(MachineState::Starting, Tone::Bad, 1);
+        check(MachineState::Running, Tone::Good, 0);
+    }
+
     fn dead_keeper_is_started_as_it_was() {
         let folder = tempfile::tempdir().unwrap();
         let home = Home::in_folder("web", folder.path());
