@@ -341,6 +341,7 @@ pub struct HostMetric {
 }
 
 /// One machine, as the host sees it.
+#[derive(Default)]
 pub struct Seen<'a> {
     pub name: &'a str,
     /// None: its keeper does not answer.
@@ -353,6 +354,8 @@ pub struct Seen<'a> {
     pub parked: bool,
     /// An error ended the last keeper, and no guest runs since.
     pub failed: bool,
+    /// It belongs to another user.
+    pub forbidden: bool,
 }
 
 /// All metrics that `hearth host` has in addition, in the order of the text.
@@ -377,6 +380,11 @@ static HOST_METRICS: &[HostMetric] = &[
         name: "hearth_machine_failed",
         meaning: "1 if an error ended the machine's last keeper or kept it from starting, and no guest runs since",
         fact: |seen| seen.failed,
+    },
+    HostMetric {
+        name: "hearth_machine_forbidden",
+        meaning: "1 if the machine belongs to another user than `hearth host`, so that nothing else is known of it",
+        fact: |seen| seen.forbidden,
     },
 ];
 
@@ -611,7 +619,7 @@ mod tests {
     fn samples_of_all_machines_are_together() {
         let (web, mut db) = (sample::status(), sample::status());
         db.name = "db".into();
-        let seen = |name, status| Seen { name, status, orphaned: false, silent: false, parked: false, failed: false };
+        let seen = |name, status| Seen { name, status, ..Seen::default() };
         let text = text_of_host(&[seen("web", Some(&web)), seen("db", Some(&db)), seen("dead", None)], UNIX_EPOCH);
         let families: Vec<&str> = text.lines().filter_map(|line| line.strip_prefix("# TYPE ")).collect();
         assert_eq!(families.len(), METRICS.len() + HOST_METRICS.len() + 1);
@@ -645,8 +653,7 @@ mod tests {
             return;
         };
         let status = sample::status();
-        let seen =
-            Seen { name: "web", status: Some(&status), orphaned: false, silent: false, parked: false, failed: false };
+        let seen = Seen { name: "web", status: Some(&status), ..Seen::default() };
         let text = text_of_host(&[seen], SystemTime::now());
         std::io::Write::write_all(&mut promtool.stdin.take().unwrap(), text.as_bytes()).unwrap();
         let output = promtool.wait_with_output().unwrap();

@@ -1,6 +1,7 @@
 //! Whether a machine is running, and with or without its keeper.
 
 use std::fs::File;
+use std::io::ErrorKind;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
@@ -86,6 +87,12 @@ pub fn names_living_qemu(journal: &Journal) -> bool {
 pub fn has_keeper(runtime_folder: &Path) -> bool {
     let Ok(file) = File::open(runtime_folder.join("keeper.lock")) else { return false };
     rustix::fs::flock(&file, FlockOperation::NonBlockingLockShared) == Err(rustix::io::Errno::WOULDBLOCK)
+}
+
+/// Whether the machine is another user's, so that this process cannot learn anything of it.
+pub fn is_anothers(runtime_folder: &Path) -> bool {
+    let lock = File::open(runtime_folder.join("keeper.lock"));
+    lock.is_err_and(|error| error.kind() == ErrorKind::PermissionDenied)
 }
 
 fn is_alive(qemu: &QemuIdentity) -> bool {

@@ -47,6 +47,8 @@ pub struct Listed {
     pub failure: Option<String>,
     /// A keeper lives, but does not answer.
     pub silent: bool,
+    /// It belongs to another user: nothing else is known.
+    pub forbidden: bool,
 }
 
 /// State of a machine whose keeper hangs.
@@ -60,6 +62,7 @@ impl Listed {
             Self { parked: Some(_), .. } => "parked",
             Self { orphaned: true, .. } => "keeper died",
             Self { silent: true, .. } => NO_ANSWER,
+            Self { forbidden: true, .. } => "no permission",
             Self { failure: Some(_), .. } => "failed",
             _ => "not running",
         }
@@ -114,7 +117,8 @@ pub fn look(root: &RuntimeRoot, record: Option<&Record>, name: String) -> Listed
             let parked = if waits { parked::find(root, record, &name) } else { None };
             let is_gone = !orphaned && !silent && parked.is_none();
             let failure = if is_gone { last_failure(&folder) } else { None };
-            Listed { name, status: None, why: Some(error.to_string()), orphaned, parked, failure, silent }
+            let forbidden = life::is_anothers(&folder);
+            Listed { name, status: None, why: Some(error.to_string()), orphaned, parked, failure, silent, forbidden }
         }
     }
 }

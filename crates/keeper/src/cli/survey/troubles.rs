@@ -11,6 +11,7 @@ use crate::cli::text::uptime;
 /// A disk is silent while its guest boots, and until the keeper has made a QEMU use it again.
 const SILENCE_S: f64 = 30.0;
 const ORPHANED: &str = "the guest runs without a keeper: its disk requests wait, and nobody guards its images";
+const FORBIDDEN: &str = "it belongs to another user: what it does is known only to that user and to root";
 
 /// What a colour says. The later one prevails.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
@@ -53,6 +54,7 @@ pub fn troubles(machine: &Machine) -> Vec<Trouble> {
         }
         None if listed.orphaned => troubles.push(Trouble::bad(ORPHANED)),
         None if listed.parked.is_some() => {}
+        None if listed.forbidden => troubles.push(Trouble { tone: Tone::Busy, text: FORBIDDEN.to_owned() }),
         None => troubles.extend(listed.failure.iter().map(Trouble::bad)),
     }
     troubles.sort_by_key(|trouble| std::cmp::Reverse(trouble.tone));

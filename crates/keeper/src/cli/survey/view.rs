@@ -251,6 +251,7 @@ fn without_answer(machine: &Machine, hearth: &str) -> Vec<Command> {
     let events = of("show what happened", "events NAME");
     match &machine.listed {
         _ if machine.state() == NO_ANSWER => vec![events],
+        it if it.forbidden => Vec::new(),
         it if it.orphaned => vec![start()],
         it if it.parked.is_some() => vec![of("resume all parked guests", "host-reload resume")],
         it if it.failure.is_some() => vec![events, start()],
@@ -297,7 +298,12 @@ fn start_keeper(home: &Home, hearth: &str) -> Command {
 
 #[cfg(test)]
 mod tests {
+    use std::fs::Permissions;
+    use std::os::unix::fs::PermissionsExt;
+    use std::path::Path;
+
     use hearth_api::EventKind;
+    use rustix::process::{Uid, geteuid};
 
     use super::*;
     use crate::cli::host::web::metrics_text;
@@ -325,7 +331,6 @@ mod tests {
     }
 
     #[test]
-    #[test]
     fn failure_is_not_over_while_the_next_keeper_starts() {
         let keepers = Keepers::start(&["web"]);
         let log = EventLog::open("web", &keepers.root().machine("web")).unwrap();
@@ -345,6 +350,27 @@ mod tests {
         check(MachineState::Running, Tone::Good, 0);
     }
 
+    /// A thread that root starts becomes another user.
+    #[test]
+    fn another_users_machine_is_not_said_to_be_off() {
+        let keepers = Keepers::start(&["web"]);
+        let mode = |folder: &Path, mode| std::fs::set_permissions(folder, Permissions::from_mode(mode)).unwrap();
+        mode(keepers.root().path(), 0o755);
+        mode(&keepers.root().machine("web"), if geteuid().is_root() { 0o700 } else { 0 });
+        let look = || {
+            if geteuid().is_root() {
+                rustix::thread::set_thread_uid(Uid::from_raw(65534)).unwrap();
+            }
+            let collector = Collector::new(keepers.root());
+            (View::of(&collector.survey(), &keepers.root()), metrics_text(&collector))
+        };
+        let (view, metrics) = std::thread::scope(|scope| scope.spawn(look).join().unwrap());
+        let web = &view.machines[0];
+        assert_eq!((web.state.as_str(), web.tone, &web.commands[..]), ("no permission", Tone::Busy, &[][..]));
+        assert!(metrics.contains("hearth_machine_forbidden{machine=\"web\"} 1\n"), "{metrics}");
+    }
+
+    #[test]
     fn dead_keeper_is_started_as_it_was() {
         let folder = tempfile::tempdir().unwrap();
         let home = Home::in_folder("web", folder.path());

@@ -202,6 +202,7 @@ fn seen(machine: &crate::cli::survey::Machine) -> metrics::Seen<'_> {
         silent: machine.silent_for.is_some(),
         parked: listed.parked.is_some(),
         failed: listed.failure.is_some(),
+        forbidden: listed.forbidden,
     }
 }
 
