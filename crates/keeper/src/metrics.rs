@@ -8,7 +8,8 @@ use std::fmt::Write;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use hearth_api::{
-    ArrivalStatus, DiskStatus, DumpState, DumpStatus, MachineState, MachineStatus, RefillStatus, RestoreStatus,
+    ArrivalStatus, DiskStatus, DumpState, DumpStatus, MachineState, MachineStatus, NvramStatus, RefillStatus,
+    RestoreStatus,
 };
 
 pub const MEDIA_TYPE: &str = "text/plain; version=0.0.4";
@@ -58,6 +59,8 @@ enum Values {
     Disks(fn(&DiskStatus) -> f64),
     /// Label `disk`; only for disks that are being fetched.
     Arrivals(fn(&ArrivalStatus) -> u64),
+    /// Label `nvram`; only for devices with a mirror.
+    Mirrors(fn(&NvramStatus) -> f64),
     /// Label `phase`.
     Phases,
     /// Labels `version`, `qemu_version`, `accelerator`; the value is 1.
@@ -72,6 +75,7 @@ impl Values {
             Self::States => &["state"],
             Self::Refused => &["reason"],
             Self::Disks(_) | Self::Arrivals(_) => &["disk"],
+            Self::Mirrors(_) => &["nvram"],
             Self::Phases => &["phase"],
             Self::Info => &["version", "qemu_version", "accelerator"],
         }
@@ -330,6 +334,17 @@ pub static METRICS: &[Metric] = &[
     disk("hearth_disk_throttled_seconds_total", "Time that requests waited for the disk's rate limits", |disk| {
         disk.throttled_ms as f64 / 1e3
     }),
+    Metric {
+        name: "hearth_nvram_mirror_failing",
+        kind: Kind::Gauge,
+        meaning: "1 if the NVRAM device's mirror cannot be written",
+        values: Values::Mirrors(|nvram| f64::from(u8::from(nvram.problem.is_some()))),
+    },
+    gauge(
+        "hearth_file_systems_stuck_frozen",
+        "1 if the guest's file systems were frozen for a save and could not be thawed so far",
+        |status| f64::from(u8::from(status.frozen.as_ref().is_some_and(|frozen| frozen.problem.is_some()))),
+    ),
 ];
 
 /// What a host knows of a machine, with or without its keeper's answer.
@@ -466,6 +481,10 @@ impl Metric {
                 let arrivals = status.disks.iter().filter_map(|disk| Some((&disk.name, disk.arrival.as_ref()?)));
                 arrivals.for_each(|(name, arrival)| sample(&[name], value(arrival) as f64));
             }
+            Values::Mirrors(value) => {
+                let mirrored = status.nvram.iter().filter(|nvram| nvram.mirror_file.is_some());
+                mirrored.for_each(|nvram| sample(&[&nvram.name], value(nvram)));
+            }
             Values::Phases => {
                 let mut sums_ms = BTreeMap::new();
                 // An attempt to start that failed has the same phases.
@@ -566,6 +585,8 @@ mod tests {
         let mut status = sample::status();
         status.name = "we\"b".into();
         status.disks[0].silent = true;
+        status.nvram[0].problem = Some("no space".into());
+        status.frozen.as_mut().unwrap().problem = Some("no answer".into());
         let text = text(&status);
         for line in [
             "# TYPE hearth_disk_reads_total counter",
@@ -579,6 +600,8 @@ mod tests {
             r#"hearth_restore_complete{machine="we\"b"} 0"#,
             r#"hearth_disk_missing_bytes{machine="we\"b",disk="root"} 1048576"#,
             r#"hearth_disk_silent{machine="we\"b",disk="root"} 1"#,
+            r#"hearth_nvram_mirror_failing{machine="we\"b",nvram="journal"} 1"#,
+            r#"hearth_file_systems_stuck_frozen{machine="we\"b"} 1"#,
         ] {
             assert!(text.lines().any(|found| found == line), "no line {line} in\n{text}");
         }
