@@ -31,7 +31,7 @@ pub enum ClientError {
     NotRunning { socket: PathBuf },
     #[error("cannot open {socket}: it belongs to another user; try as root")]
     Forbidden { socket: PathBuf },
-    #[error("the keeper at {socket} does not answer; see its log (`journalctl -u hearth@NAME`)")]
+    #[error("the keeper at {socket} does not answer; see its log (`journalctl -u hearth@NAME.service`)")]
     Silent { socket: PathBuf, source: io::Error },
     #[error("the program at {socket} is not a keeper of this version: {what}; use the `hearth` of its version")]
     NotUnderstood { socket: PathBuf, what: String },

@@ -116,7 +116,7 @@ fn prepare(root: &RuntimeRoot, domain: &str, xml: &str) -> Result<Exit, NotServe
     let failed = |what: String| NotServed {
         what: format!("the keeper of {domain} {what}"),
         remedy: format!(
-            "`hearth check {}` may name what is wrong, with remedies; see also `journalctl -u hearth@{domain}`, or {}",
+            "`hearth check {}` may name what is wrong, with remedies; see also `journalctl -u hearth@{domain}.service`, or {}",
             file.display(),
             log.display()
         ),

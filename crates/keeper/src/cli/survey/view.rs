@@ -288,10 +288,10 @@ fn mending(machine: &Machine, status: &MachineStatus, hearth: &str) -> Vec<Comma
 fn start_keeper(home: &Home, hearth: &str) -> Command {
     let line = if hearth != HEARTH || !home.file().exists() {
         format!("{hearth} run FILE")
-    } else if rustix::process::geteuid().is_root() {
-        format!("systemctl start hearth@{}", home.name())
     } else {
-        format!("systemctl --user start hearth@{}", home.name())
+        let user = if rustix::process::geteuid().is_root() { "" } else { "--user " };
+        // A machine may have the name `web.service`.
+        format!("systemctl {user}start hearth@{}.service", home.name())
     };
     Command { does: "start its keeper", line }
 }
@@ -378,7 +378,7 @@ mod tests {
         assert_eq!(line("hearth"), "hearth run FILE");
         std::fs::create_dir(folder.path().join("etc")).unwrap();
         std::fs::write(home.file(), "").unwrap();
-        assert!(line("hearth").ends_with(" start hearth@web"), "{}", line("hearth"));
+        assert!(line("hearth").ends_with(" start hearth@web.service"), "{}", line("hearth"));
         assert_eq!(line("hearth --runtime-root /run/x"), "hearth --runtime-root /run/x run FILE");
     }
 
