@@ -88,7 +88,7 @@ impl Attached {
             Order::UpgradeKeeper(_) => {
                 let name = &self.context.config.name;
                 let message = format!("cannot upgrade the keeper of {name}: it is a domain of libvirt");
-                let hint = format!("end the keeper and start the next one: systemctl restart hearth@{name}");
+                let hint = format!("end the keeper and start the next one: systemctl restart hearth@{name}.service");
                 Err(ApiError::new(ErrorWord::NotPossible, message).hint(hint))
             }
         }
