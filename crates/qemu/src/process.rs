@@ -323,12 +323,12 @@ fn ends_within(pidfd: &impl AsFd, patience: Timespec) -> bool {
     matches!(poll(&mut poll_fds, Some(&patience)), Ok(ready) if ready > 0)
 }
 
-/// Reaps a child and returns its exit status as text. A child of another keeper belongs to init.
+/// Reaps a child and returns its exit status as text. A child of libvirt, or of another keeper, is not ours.
 fn collect(pidfd: &OwnedFd) -> String {
     match waitid(rustix::process::WaitId::PidFd(pidfd.as_fd()), WaitIdOptions::EXITED) {
         Ok(Some(status)) if status.exited() => format!("exit code {}", status.exit_status().unwrap_or_default()),
         Ok(Some(status)) => format!("signal {}", status.terminating_signal().unwrap_or_default()),
-        _ => "in a way only its dead keeper could have seen".to_owned(),
+        _ => "its exit code is known only to libvirt, or to the keeper that started it".to_owned(),
     }
 }
 
