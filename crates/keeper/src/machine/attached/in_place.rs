@@ -11,6 +11,7 @@
 //! | driver | reset known | then |
 //! |---|---|---|
 //! | firmware's | yes, and the last kernel's driver was not so simple | blocks are moved: no kernel uses the memory |
+//! | the same, but QEMU pins the memory for a device | yes | blocks are copied: the device would go on with released pages |
 //! | firmware's | no | blocks are copied, as far as the budget allows |
 //! | a kernel's | yes, and firmware has not begun with a disk | the same: a kernel runs already |
 //! | a kernel's | no | nothing: it may be the same kernel |
@@ -23,7 +24,7 @@ use hearth_recovery::incarnation::Incarnation;
 use hearth_recovery::warm_reboot::Phase;
 use hearth_recovery::warm_reboot::in_place::{Original, Rescue, Rescued};
 
-use super::{Attached, State};
+use super::{Attached, State, qemu};
 use crate::machine::MachineError;
 use crate::machine::crash_recovery::CrashRecovery;
 use crate::machine::timeline::Timeline;
@@ -115,10 +116,11 @@ impl Attached {
     fn reset_in_place(&mut self, had_simple_driver: Option<bool>) -> Result<(), MachineError> {
         let began = Instant::now();
         self.resets.in_firmware = self.resets.had_simple_driver == Some(true);
-        let original = if had_simple_driver == Some(false) { Original::Release } else { Original::Keep };
         (self.resets.told, self.resets.waits_since) = (None, None);
         let number = self.context.journal.incarnation;
         let State::Running(life) = &mut self.state else { return self.track(None) };
+        let may_release = had_simple_driver == Some(false) && !qemu::pins_memory(life.process.id().pid);
+        let original = if may_release { Original::Release } else { Original::Keep };
         if life.crash.take().is_some() {
             // Somebody has reset the crashed guest instead.
             self.context.journal.ordered = None;

@@ -24,6 +24,8 @@ mod in_place;
 mod libvirt_state;
 mod orders;
 mod qemu;
+#[cfg(test)]
+mod tests;
 
 use std::fs;
 use std::path::Path;

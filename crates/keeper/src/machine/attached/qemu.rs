@@ -1,6 +1,6 @@
 //! What is known of the QEMU that libvirt has started: its process, its accelerator, its version.
 
-use std::fs::{self, File};
+use std::fs::{self, DirEntry, File};
 use std::io;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::MetadataExt;
@@ -8,6 +8,9 @@ use std::path::Path;
 
 use hearth_qemu::{Accelerator, Binary, ProcessId};
 use hearth_recovery::journal::QemuIdentity;
+
+/// Devices through which others access memory by its pages.
+const PINNING: [&str; 3] = ["/dev/vfio/", "/dev/iommu", "/dev/vhost-vdpa"];
 
 /// The version of the program that was asked last. The answer takes 30 ms, in which the new QEMU would wait for its disks.
 #[derive(Default)]
@@ -59,6 +62,29 @@ fn arguments(process: ProcessId) -> String {
     String::from_utf8_lossy(&arguments).into_owned()
 }
 
+/// Whether a device may access this QEMU's memory by its pages (VFIO, vDPA), or some of it is locked. Pages that were released there
+/// would be others for the device than for the guest. A definition does not tell: devices are plugged in, and networks have some.
+pub fn pins_memory(pid: u32) -> bool {
+    // What cannot be read may be pinned. With an IOMMU for the guest nothing may be pinned yet, so the devices count, too.
+    let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
+    let descriptors = fs::read_dir(format!("/proc/{pid}/fd"));
+    has_pinned(&status) || descriptors.map_or(true, |mut descriptors| descriptors.any(may_pin))
+}
+
+fn has_pinned(status: &str) -> bool {
+    let is_none = |name| status.lines().any(|line| line.strip_prefix(name).is_some_and(|count| count.trim() == "0 kB"));
+    !is_none("VmLck:") || !is_none("VmPin:")
+}
+
+fn may_pin(descriptor: io::Result<DirEntry>) -> bool {
+    let opened = match descriptor.and_then(|descriptor| fs::read_link(descriptor.path())) {
+        Ok(opened) => opened.to_string_lossy().into_owned(),
+        // Closed meanwhile.
+        Err(error) => return error.kind() != io::ErrorKind::NotFound,
+    };
+    opened.starts_with("anon_inode:[vfio") || PINNING.iter().any(|device| opened.contains(device))
+}
+
 /// What is known of libvirt's QEMU.
 pub fn identity(process: ProcessId, generation: u32, version: &mut LastVersion) -> QemuIdentity {
     let arguments = arguments(process);
@@ -85,7 +111,47 @@ pub fn identity(process: ProcessId, generation: u32, version: &mut LastVersion) 
 
 #[cfg(test)]
 mod tests {
+    use std::io::Read;
+    use std::process::{Command, Stdio};
+
     use super::*;
+
+    #[test]
+    fn pinned_or_locked_memory_is_found() {
+        let pins = |shell: &str, folder: &Path| {
+            let script = format!("{shell}; echo; exec sleep 1000");
+            let mut child = Command::new("sh").args(["-c", &script]).current_dir(folder).stdout(Stdio::piped()).spawn();
+            let child = child.as_mut().unwrap();
+            // It has opened its files when it says something.
+            child.stdout.take().unwrap().read_exact(&mut [0]).unwrap();
+            let pins = pins_memory(child.id());
+            child.kill().unwrap();
+            child.wait().unwrap();
+            pins
+        };
+        let folder = tempfile::tempdir().unwrap();
+        let devices = folder.path().join("dev");
+        fs::create_dir_all(devices.join("vfio")).unwrap();
+        for (file, expect) in [
+            ("kvm", false),
+            ("vhost-net", false),
+            ("vfio/vfio", true),
+            ("vfio/12", true),
+            ("iommu", true),
+            ("vhost-vdpa-0", true),
+        ] {
+            assert_eq!(pins(&format!("exec 3>{file}"), &devices), expect, "{file}");
+        }
+        for (status, expect) in [
+            ("VmLck:\t       0 kB\nVmPin:\t       0 kB\n", false),
+            ("VmLck:\t       0 kB\nVmPin:\t       8 kB\n", true),
+            ("VmLck:\t  786432 kB\nVmPin:\t       0 kB\n", true),
+            ("VmLck:\t       0 kB\n", true),
+        ] {
+            assert_eq!(has_pinned(status), expect, "{status}");
+        }
+        assert!(pins_memory(0), "nothing is known of it");
+    }
 
     #[test]
     fn program_is_asked_once_until_it_changes() {
