@@ -24,7 +24,7 @@ use hearth_recovery::incarnation::Incarnation;
 use hearth_recovery::warm_reboot::Phase;
 use hearth_recovery::warm_reboot::in_place::{Original, Rescue, Rescued};
 
-use super::{Attached, State, qemu};
+use super::{Attached, State, is_tracked, qemu};
 use crate::machine::MachineError;
 use crate::machine::crash_recovery::CrashRecovery;
 use crate::machine::timeline::Timeline;
@@ -88,6 +88,8 @@ impl Attached {
         match (is_simple, is_told) {
             _ if in_firmware => self.answer(),
             (true, true) => self.reset_in_place(had_simple_driver),
+            // There is nothing to move, so nothing to wait for.
+            (true, false) if !self.has_tracked_guest() => self.reset_in_place(None),
             (true, false) => {
                 self.resets.waits_since = Some(Instant::now());
                 self.resets.had_simple_driver = had_simple_driver;
@@ -103,6 +105,11 @@ impl Attached {
     pub(super) fn go_on_with_reset(&mut self) -> Result<(), MachineError> {
         let had_simple_driver = self.resets.had_simple_driver.replace(true);
         self.reset_in_place(if self.resets.is_told() { had_simple_driver } else { None })
+    }
+
+    fn has_tracked_guest(&self) -> bool {
+        let incarnation = if let State::Running(life) = &self.state { life.incarnation.as_ref() } else { None };
+        incarnation.is_some_and(|it| it.ledger.is_some())
     }
 
     /// Lets QEMU go on as before.
@@ -151,7 +158,7 @@ impl Attached {
         self.recovery.phase_ended(&self.context, Phase::Rescue.name(), began, began.elapsed());
         self.next_incarnation();
         let (folder, number) = (&self.context.folders.memory, self.context.journal.incarnation);
-        let next = Incarnation::with_ram(folder, number, dead.ram.clone(), true)?;
+        let next = Incarnation::with_ram(folder, number, dead.ram.clone(), is_tracked(&self.context))?;
         self.context.save_journal();
         self.warm_reboot.monitor.watch(Some(next.clone()));
         self.warm_reboot.monitor.settle();

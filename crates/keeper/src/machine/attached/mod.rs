@@ -351,8 +351,7 @@ impl Attached {
         };
         self.state = state;
         let State::Running(life) = &self.state else { return self.track(None) };
-        let config = &self.context.config;
-        let is_kept = config.memory.ember == EmberMode::On || config.on_panic == OnPanic::DumpAndRecover;
+        let is_kept = is_tracked(&self.context) || self.context.config.on_panic == OnPanic::DumpAndRecover;
         let pid = life.process.id();
         if life.incarnation.is_none() && is_kept {
             self.keep_memory(told, pid);
@@ -527,14 +526,20 @@ impl Attached {
 
     fn bank(&mut self, dead: Incarnation) {
         let began = Instant::now();
+        let is_cold = dead.ledger.is_none();
         let hold = CrashRecovery::hold(&mut self.context, &self.warm_reboot, &dead);
-        self.warm_reboot.begin_cache_map(&dead, || self.context.harvested_registers(dead.number).ok());
+        match is_cold {
+            false => self.warm_reboot.begin_cache_map(&dead, || self.context.harvested_registers(dead.number).ok()),
+            true => self.warm_reboot.clear_cache_map(),
+        }
         let (context, recovery) = (&mut self.context, &mut self.recovery);
-        let held = hold.filter(|hold| self.warm_reboot.bank_held(context, recovery, &dead, hold, false));
+        let held = hold.filter(|hold| self.warm_reboot.bank_held(context, recovery, &dead, hold, is_cold));
         match held {
             Some(hold) => {
                 self.crash_recovery.queue_dump(context, &self.warm_reboot, &self.disks, &dead, hold);
             }
+            // Its memory goes with it.
+            None if is_cold => {}
             None => self.warm_reboot.bank(context, recovery, &self.disks, dead),
         }
         self.recovery.phase_ended(&self.context, Phase::Bank.name(), began, began.elapsed());
@@ -694,7 +699,12 @@ fn incarnation_in(context: &Context, told: &ToldMemory) -> Result<Incarnation, S
         return Err("it grows meanwhile".to_owned());
     }
     let (folder, number) = (&context.folders.memory, context.journal.incarnation);
-    Incarnation::with_ram(folder, number, Arc::new(ram), true).map_err(|error| crate::chain(&error))
+    Incarnation::with_ram(folder, number, Arc::new(ram), is_tracked(context)).map_err(|error| crate::chain(&error))
+}
+
+/// Whether the guest's blocks are noted, for the next guest. Otherwise its memory is kept only for a dump.
+fn is_tracked(context: &Context) -> bool {
+    context.config.memory.ember == EmberMode::On
 }
 
 /// Size of all files together, if they can be one memory.

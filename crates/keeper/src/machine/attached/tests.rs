@@ -101,6 +101,10 @@ impl Domain {
         }
         attached
     }
+
+    fn memory_folder(&self) -> std::path::PathBuf {
+        self.0.path().join("memory").join(NAME)
+    }
 }
 
 /// A guest's memory, with pages that take none of the host's until they are written.
@@ -163,4 +167,21 @@ fn pinned_memory_is_not_released() {
         assert_eq!(rescues(&attached), [released], "{device}");
         assert_eq!(attached.warm_reboot.ember.counts().remaining, 1);
     }
+}
+
+#[test]
+fn nothing_is_tracked_or_waited_for_without_ember() {
+    let domain = Domain::new("ember = \"off\"");
+    let mut attached = domain.running(&memory(PAGES * PAGE_BYTES));
+    assert!(living(&attached).is_some_and(|it| it.ledger.is_none()), "it is kept for a dump alone");
+    attached.new_driver(true).unwrap();
+    assert!(attached.resets.deadline().is_none());
+    reset(&mut attached);
+    assert_eq!((rescues(&attached).len(), attached.context.journal.incarnation), (0, 1));
+    let State::Running(life) = std::mem::replace(&mut attached.state, State::Off) else { panic!("it ran") };
+    attached.end_life(life, "ended".to_owned()).unwrap();
+    let last = attached.recovery.timeline.as_ref().unwrap().recovery().clone();
+    assert_eq!((last.why_cold.as_deref(), last.warm), (Some("ember = \"off\""), false));
+    assert!(attached.warm_reboot.ember.incarnations().is_empty());
+    assert_eq!(numbers_in(&domain.memory_folder()).len(), 0);
 }
