@@ -33,6 +33,8 @@ const LAST_WORDS_LINES: usize = 5;
 const REFUSED: [&str; 3] = ["Permission denied", "Operation not permitted", "could not load"];
 /// A machine with hundreds of disks has a quarter of that.
 const COMMAND_LINE_BYTES_MAX: usize = 256 << 10;
+/// Most that is read of what a process says of itself. libvirt's QEMU with hundreds of disks has a tenth of that.
+const OWN_WORDS_BYTES_MAX: u64 = 1 << 20;
 /// Time limit for the end of a process: the kernel needs a second or two to free the memory of a large guest.
 const END_PATIENCE: Duration = Duration::from_secs(30);
 
@@ -353,9 +355,23 @@ fn command_line(pid: u32, space: &mut [u8]) -> &[u8] {
     &space[..read.unwrap_or(0)]
 }
 
+/// The words of a process's command line; none if it has ended.
+pub fn arguments_of(pid: u32) -> Vec<String> {
+    let arguments = read_own_words(pid, "cmdline").unwrap_or_default();
+    arguments.split(|&byte| byte == 0).map(|word| String::from_utf8_lossy(word).into_owned()).collect()
+}
+
+/// The beginning of a file in /proc that a process can make as long as it likes, because it says where in its memory that is
+/// (PR_SET_MM_MAP).
+fn read_own_words(pid: u32, file: &str) -> io::Result<Vec<u8>> {
+    let mut words = Vec::new();
+    fs::File::open(format!("/proc/{pid}/{file}"))?.take(OWN_WORDS_BYTES_MAX).read_to_end(&mut words)?;
+    Ok(words)
+}
+
 /// Runtime folder of the machine that a QEMU belongs to. None if that is unknown.
 pub fn runtime_folder_of(pid: u32) -> Option<PathBuf> {
-    let environment = fs::read(format!("/proc/{pid}/environ")).ok()?;
+    let environment = read_own_words(pid, "environ").ok()?;
     let library = environment.split(|&byte| byte == 0).find_map(|variable| variable.strip_prefix(b"LD_PRELOAD="))?;
     Path::new(OsStr::from_bytes(library)).parent().map(Path::to_owned)
 }
@@ -379,6 +395,21 @@ mod tests {
         assert_ne!(ticks, 0);
         assert_eq!(start_ticks(std::process::id()).unwrap(), ticks);
         assert!(start_ticks(0).is_err());
+    }
+
+    #[test]
+    fn endless_words_of_a_process_are_cut() {
+        let long = "x".repeat(100_000);
+        let mut child = Command::new("sh");
+        // The kernel gives all words 2 MiB together. They are there when the shell says something.
+        let child = child.args(["-c", "echo; read wait"]).args(vec![&long; 11]);
+        let mut child = child.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+        child.stdout.as_mut().unwrap().read_exact(&mut [0]).unwrap();
+        let arguments = arguments_of(child.id());
+        child.kill().unwrap();
+        child.wait().unwrap();
+        assert_eq!(arguments.iter().map(|word| word.len() + 1).sum::<usize>() as u64, OWN_WORDS_BYTES_MAX + 1);
+        assert_eq!(arguments[..4], ["sh", "-c", "echo; read wait", &long]);
     }
 
     #[test]

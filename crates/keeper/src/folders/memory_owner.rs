@@ -7,7 +7,7 @@
 
 use std::ffi::OsString;
 use std::fs::{self, File, OpenOptions};
-use std::io::{self, Read, Seek, Write};
+use std::io::{self, BufRead, BufReader, Read, Seek, Write};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
@@ -106,9 +106,11 @@ fn keeper_runs(owner: &Path) -> String {
 
 fn maps_file_in(pid: u32, folder: &Path) -> bool {
     let Ok(folder) = fs::canonicalize(folder) else { return false };
-    let maps = fs::read(format!("/proc/{pid}/maps")).unwrap_or_default();
+    let Ok(maps) = File::open(format!("/proc/{pid}/maps")) else { return false };
     let prefix = [folder.as_os_str().as_bytes(), b"/ram-"].concat();
-    maps.windows(prefix.len()).any(|bytes| bytes == prefix)
+    // Line by line: a process can have as many mappings as it likes.
+    let mut lines = BufReader::new(maps).split(b'\n').map_while(Result::ok);
+    lines.any(|line| line.windows(prefix.len()).any(|bytes| bytes == prefix))
 }
 
 pub(super) fn read(file: &mut File) -> io::Result<PathBuf> {

@@ -2,8 +2,8 @@
 //!
 //! Both come from the kernel (/proc/PID/maps and smaps), so a keeper that dies takes no information with it.
 
-use std::fs;
-use std::io;
+use std::fs::File;
+use std::io::{self, BufRead, BufReader};
 use std::ops::Range;
 
 /// One mapping of a part of a file in another process.
@@ -36,23 +36,29 @@ pub fn file_offset(pieces: &[Piece], address: u64) -> Option<u64> {
 
 /// Lists all mappings of a file (device and inode), sorted by file offset.
 pub fn find(pid: u32, file: (u64, u64)) -> io::Result<Vec<Piece>> {
-    Ok(parse(&fs::read_to_string(format!("/proc/{pid}/maps"))?, file))
+    parse(lines_of(pid, "maps")?, file)
 }
 
 /// Lists the mappings with `registered` filled in. The kernel walks all page tables for smaps: milliseconds per GiB.
 pub fn find_registered(pid: u32, file: (u64, u64)) -> io::Result<Vec<Piece>> {
-    Ok(parse(&fs::read_to_string(format!("/proc/{pid}/smaps"))?, file))
+    parse(lines_of(pid, "smaps")?, file)
 }
 
-fn parse(text: &str, file: (u64, u64)) -> Vec<Piece> {
+/// Line by line: a process has thousands of mappings if it likes, each with a path of 4 KiB.
+fn lines_of(pid: u32, table: &str) -> io::Result<impl Iterator<Item = io::Result<String>>> {
+    Ok(BufReader::new(File::open(format!("/proc/{pid}/{table}"))?).lines())
+}
+
+fn parse(lines: impl Iterator<Item = io::Result<String>>, file: (u64, u64)) -> io::Result<Vec<Piece>> {
     let mut pieces: Vec<Piece> = Vec::new();
     let mut inside = false;
-    for line in text.lines() {
+    for line in lines {
+        let line = line?;
         if let Some(flags) = line.strip_prefix("VmFlags:") {
             if let Some(piece) = pieces.last_mut().filter(|_| inside) {
                 piece.registered = flags.split_whitespace().any(|flag| flag == "um");
             }
-        } else if let Some((piece, identity)) = mapping(line) {
+        } else if let Some((piece, identity)) = mapping(&line) {
             inside = identity == file;
             if inside {
                 pieces.push(piece);
@@ -60,7 +66,7 @@ fn parse(text: &str, file: (u64, u64)) -> Vec<Piece> {
         }
     }
     pieces.sort_unstable_by_key(|piece| piece.file_offset);
-    pieces
+    Ok(pieces)
 }
 
 /// Parses one line: `start-end permissions offset major:minor inode path`.
@@ -92,7 +98,8 @@ mod tests {
             7f0000600000-7f0000800000 rw-s 00000000 00:1b 78                         /dev/shm/a b/ram-2\n\
             VmFlags: rd wr sh mr mw me ms um sd \n\
             7ffd1c5e1000-7ffd1c602000 rw-p 00000000 00:00 0                          [stack]\n";
-        let pieces = parse(text, (rustix::fs::makedev(0, 0x1b), 77));
+        let lines = text.lines().map(|line| Ok(line.to_owned()));
+        let pieces = parse(lines, (rustix::fs::makedev(0, 0x1b), 77)).unwrap();
         let piece = |address, file_offset, registered| Piece { address, file_offset, bytes: 2 << 20, registered };
         assert_eq!(pieces, [piece(0x7f00_0020_0000, 0, false), piece(0x7f00_0040_0000, 2 << 20, true)]);
     }

@@ -6,7 +6,7 @@ use std::os::fd::AsRawFd;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
-use hearth_qemu::{Accelerator, Binary, ProcessId};
+use hearth_qemu::{Accelerator, Binary, ProcessId, arguments_of};
 use hearth_recovery::journal::QemuIdentity;
 
 /// Devices through which others access memory by its pages.
@@ -54,12 +54,7 @@ fn ask(program: &File) -> Option<String> {
 
 /// Whether libvirt has started this QEMU to restore a guest that it had saved.
 pub fn restores(process: ProcessId) -> bool {
-    arguments(process).split('\0').any(|argument| argument == "-incoming")
-}
-
-fn arguments(process: ProcessId) -> String {
-    let arguments = fs::read(format!("/proc/{}/cmdline", process.pid)).unwrap_or_default();
-    String::from_utf8_lossy(&arguments).into_owned()
+    arguments_of(process.pid).iter().any(|argument| argument == "-incoming")
 }
 
 /// Whether a device may access this QEMU's memory by its pages (VFIO, vDPA), or some of it is locked. Pages that were released there
@@ -85,14 +80,14 @@ fn may_pin(descriptor: io::Result<DirEntry>) -> bool {
     opened.starts_with("anon_inode:[vfio") || PINNING.iter().any(|device| opened.contains(device))
 }
 
+fn uses_kvm(arguments: &[String]) -> bool {
+    let is_option = arguments.windows(2).any(|words| words[0] == "-accel" && words[1].starts_with("kvm"));
+    is_option || arguments.iter().any(|word| word.contains("accel=kvm"))
+}
+
 /// What is known of libvirt's QEMU.
 pub fn identity(process: ProcessId, generation: u32, version: &mut LastVersion) -> QemuIdentity {
-    let arguments = arguments(process);
-    let accelerator = if ["-accel\0kvm", "accel=kvm"].iter().any(|kvm| arguments.contains(kvm)) {
-        Accelerator::Kvm
-    } else {
-        Accelerator::Tcg
-    };
+    let accelerator = if uses_kvm(&arguments_of(process.pid)) { Accelerator::Kvm } else { Accelerator::Tcg };
     QemuIdentity {
         pid: process.pid,
         start_ticks: process.start_ticks,
@@ -151,6 +146,18 @@ mod tests {
             assert_eq!(has_pinned(status), expect, "{status}");
         }
         assert!(pins_memory(0), "nothing is known of it");
+    }
+
+    #[test]
+    fn accelerator_is_in_the_arguments() {
+        let check = |words: &[&str], expect| {
+            let words: Vec<_> = words.iter().map(|word| (*word).to_owned()).collect();
+            assert_eq!(uses_kvm(&words), expect, "{words:?}");
+        };
+        check(&["qemu", "-accel", "kvm"], true);
+        check(&["qemu", "-accel", "kvm,dirty-ring-size=4096"], true);
+        check(&["qemu", "-machine", "pc-q35-7.2,accel=kvm,usb=off"], true);
+        check(&["qemu", "-accel", "tcg", "-name", "kvm"], false);
     }
 
     #[test]
