@@ -116,6 +116,11 @@ pub fn discard_files(folder: &Path, number: u32) {
     [ram_path(folder, number), ledger_path(folder, number)].iter().for_each(|path| remove(path));
 }
 
+/// Removes an incarnation's RAM file, if it exists.
+pub fn discard_ram(folder: &Path, number: u32) {
+    remove(&ram_path(folder, number));
+}
+
 pub(crate) fn remove(path: &Path) {
     match fs::remove_file(path) {
         Ok(()) => {}

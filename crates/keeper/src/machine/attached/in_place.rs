@@ -158,13 +158,14 @@ impl Attached {
         self.recovery.phase_ended(&self.context, Phase::Rescue.name(), began, began.elapsed());
         self.next_incarnation();
         let (folder, number) = (&self.context.folders.memory, self.context.journal.incarnation);
-        let next = Incarnation::with_ram(folder, number, dead.ram.clone(), is_tracked(&self.context))?;
+        let next = Incarnation::with_ram(folder, number, dead.ram.clone(), is_tracked(&self.context));
+        let next = next.map_err(|error| self.cannot_track(&crate::chain(&error))).ok();
         self.context.save_journal();
-        self.warm_reboot.monitor.watch(Some(next.clone()));
+        self.warm_reboot.monitor.watch(next.clone());
         self.warm_reboot.monitor.settle();
-        let answered = self.track(Some(&next));
+        let answered = self.track(next.as_ref());
         if let State::Running(life) = &mut self.state {
-            life.incarnation = Some(next);
+            life.incarnation = next;
         }
         if let Some(timeline) = &mut self.recovery.timeline {
             timeline.recovered();
@@ -173,6 +174,14 @@ impl Attached {
         let generation = self.context.journal.generation;
         self.context.record(EventKind::IncarnationStarted { generation, warm });
         answered
+    }
+
+    /// There is no room for the next guest's ledger. What was rescued goes, and it is noted that nothing is kept.
+    fn cannot_track(&mut self, why: &str) {
+        self.report_not_kept(why);
+        self.context.journal.memory = None;
+        self.recovery.set_cold(why.to_owned());
+        self.warm_reboot.clear_cache_map();
     }
 
     fn rescue(&mut self, dead: &Incarnation, original: Original, began: Instant) -> Result<(), String> {

@@ -40,7 +40,7 @@ use hearth_disk::ledger::Ledger;
 use hearth_disk::server::{DiskServer, Peer, Question, ToldMemory};
 use hearth_memory::{FileOffset, GuestPhysicalAddress, Layout, PAGE_BYTES, Place, RamFile};
 use hearth_qemu::{Process, ProcessId, file_of};
-use hearth_recovery::incarnation::{Incarnation, discard_files, numbers_in};
+use hearth_recovery::incarnation::{Incarnation, discard_files, discard_ram, numbers_in};
 use hearth_recovery::journal::{MemoryNote, QemuIdentity};
 use hearth_recovery::warm_reboot::restored::{CarriedOver, carry_over};
 use hearth_recovery::warm_reboot::{Phase, tracking};
@@ -384,12 +384,16 @@ impl Attached {
         let State::Running(life) = &mut self.state else { return };
         match found {
             Ok(incarnation) => life.incarnation = Some(incarnation),
-            Err(_) if life.is_reported => {}
-            Err(why) => {
-                life.is_reported = true;
-                let message = format!("nothing of this guest's memory will be kept: {why}");
-                self.context.record(EventKind::Error { message });
-            }
+            Err(why) => self.report_not_kept(&why),
+        }
+    }
+
+    /// Reports once why nothing of the living guest's memory is kept.
+    fn report_not_kept(&mut self, why: &str) {
+        let State::Running(life) = &mut self.state else { return };
+        if !std::mem::replace(&mut life.is_reported, true) {
+            let message = format!("nothing of this guest's memory will be kept: {why}");
+            self.context.record(EventKind::Error { message });
         }
     }
 
@@ -575,6 +579,8 @@ impl Attached {
             .into_iter()
             .filter(|number| *number != living)
             .for_each(|number| discard_files(folder, number));
+        // The living guest's memory has no name: this was to be its ember when that keeper died in a reset.
+        discard_ram(folder, living);
         let incarnation = self.reopen(id.pid);
         self.forget_unless_tracked(incarnation.as_ref());
         self.disks.find_backfill(&self.context, MissPolicy::Wait)?;

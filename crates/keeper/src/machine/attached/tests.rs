@@ -8,6 +8,7 @@ use std::process::{Command, Stdio};
 use hearth_disk::block::{DiskId, RamPage};
 use hearth_disk::server::{MemoryPlace, ToldFile};
 use hearth_qemu::{Accelerator, AcceleratorChoice};
+use hearth_recovery::incarnation::ram_path;
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, memfd_create};
 use tempfile::TempDir;
 
@@ -140,6 +141,11 @@ fn rescues(attached: &Attached) -> Vec<bool> {
     released.collect()
 }
 
+fn has_error(attached: &Attached, words: &str) -> bool {
+    let records = attached.context.outside.event_log.since(0);
+    records.iter().any(|record| matches!(&record.event, EventKind::Error { message } if message.contains(words)))
+}
+
 /// Resets the guest, with libvirt's word, after a kernel's driver.
 fn reset(attached: &mut Attached) {
     attached.new_driver(false).unwrap();
@@ -183,5 +189,30 @@ fn nothing_is_tracked_or_waited_for_without_ember() {
     let last = attached.recovery.timeline.as_ref().unwrap().recovery().clone();
     assert_eq!((last.why_cold.as_deref(), last.warm), (Some("ember = \"off\""), false));
     assert!(attached.warm_reboot.ember.incarnations().is_empty());
+    assert_eq!(numbers_in(&domain.memory_folder()).len(), 0);
+}
+
+#[test]
+fn memory_of_a_reset_that_was_cut_off_is_removed() {
+    let domain = Domain::new("");
+    let path = ram_path(&domain.memory_folder(), 0);
+    fs::create_dir_all(domain.memory_folder()).unwrap();
+    fs::write(&path, "rescued").unwrap();
+    let attached = domain.keeper(Some(sample::this_process()));
+    assert!(matches!(attached.state, State::Running(_)) && attached.context.journal.incarnation == 0);
+    assert!(!path.exists());
+}
+
+#[test]
+fn reset_without_room_for_a_ledger_leaves_nothing_behind() {
+    let domain = Domain::new("");
+    let mut attached = domain.running(&memory(PAGES * PAGE_BYTES));
+    // In the place of the ledger, which then cannot be made.
+    let obstacle = domain.memory_folder().join("ledger-2");
+    fs::create_dir(&obstacle).unwrap();
+    reset(&mut attached);
+    assert!(has_error(&attached, "nothing of this guest's memory will be kept: ledger of incarnation 2"));
+    assert!(living(&attached).is_none() && attached.context.journal.memory.is_none());
+    fs::remove_dir(obstacle).unwrap();
     assert_eq!(numbers_in(&domain.memory_folder()).len(), 0);
 }
