@@ -35,8 +35,8 @@ pub use launch::Launch;
 pub use machine_type::{EARLIER_MACHINE_TYPE, Hardware, MachineType, MachineTypes, is_versioned};
 pub use migration::Migration;
 pub use process::{
-    Process, ProcessError, ProcessId, arguments_of, file_of, is_like_started, kill_stray, memory_of, processes_naming,
-    runtime_folder_of,
+    Process, ProcessError, ProcessId, arguments_of, is_like_started, kill_stray, memory_file_of, memory_of,
+    processes_naming, runtime_folder_of,
 };
 pub use qmp::{Qmp, QmpError, QmpEvent, TimedEvent};
 pub use stream::Stream;

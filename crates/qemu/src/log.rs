@@ -34,6 +34,11 @@ impl Log {
         Ok((Self { memory: Some(memory), path: path.to_owned() }, output.into()))
     }
 
+    /// That of a QEMU which writes none for us.
+    pub fn none() -> Self {
+        Self { memory: None, path: "/dev/null".into() }
+    }
+
     /// Finds the log of a QEMU that another keeper started.
     pub fn find(qemu_pid: u32, path: &Path) -> Self {
         let output = format!("/proc/{qemu_pid}/fd/2");

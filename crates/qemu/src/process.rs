@@ -16,6 +16,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::fs::{AtFlags, CWD, StatxFlags, fcntl_get_seals, makedev, statx};
 use rustix::process::{
     Pid, PidfdFlags, PidfdGetfdFlags, Resource, Rlimit, Signal, WaitIdOptions, pidfd_getfd, pidfd_open,
     pidfd_send_signal, setrlimit, waitid,
@@ -35,6 +36,8 @@ const REFUSED: [&str; 3] = ["Permission denied", "Operation not permitted", "cou
 const COMMAND_LINE_BYTES_MAX: usize = 256 << 10;
 /// Most that is read of what a process says of itself. libvirt's QEMU with hundreds of disks has a tenth of that.
 const OWN_WORDS_BYTES_MAX: u64 = 1 << 20;
+/// How the link to a memory file begins, in a process's descriptors.
+const MEMORY_LINK: &str = "/memfd:";
 /// Time limit for the end of a process: the kernel needs a second or two to free the memory of a large guest.
 const END_PATIENCE: Duration = Duration::from_secs(30);
 
@@ -127,6 +130,14 @@ impl Process {
 
     /// Adopts a QEMU that another keeper started. Fails if it has ended or its pid is reused.
     pub fn adopt(id: ProcessId, log: &Path) -> Result<Self, ProcessError> {
+        let mut adopted = Self::adopt_foreign(id)?;
+        adopted.transcript = Transcript::find(id.pid).ok().map(Arc::new);
+        adopted.log = Arc::new(Log::find(id.pid, log));
+        Ok(adopted)
+    }
+
+    /// As `adopt`, one that no keeper started: it has no log or transcript of ours, and its descriptors are not touched.
+    pub fn adopt_foreign(id: ProcessId) -> Result<Self, ProcessError> {
         let gone = |_| ProcessError::Gone { pid: id.pid };
         let pidfd = open_pidfd(id.pid).map_err(gone)?;
         // The order matters: if the start time is right after the pidfd was opened, the pidfd refers to that process.
@@ -134,9 +145,8 @@ impl Process {
             return Err(ProcessError::Gone { pid: id.pid });
         }
         remember(id);
-        let transcript = Transcript::find(id.pid).ok().map(Arc::new);
-        let log = Arc::new(Log::find(id.pid, log));
-        Ok(Self { id, pidfd: Arc::new(pidfd), log, ends_when_dropped: false, confined: false, transcript })
+        let (pidfd, log) = (Arc::new(pidfd), Arc::new(Log::none()));
+        Ok(Self { id, pidfd, log, ends_when_dropped: false, confined: false, transcript: None })
     }
 
     /// Lets QEMU outlive this value and its keeper from now on: it belongs to a machine.
@@ -278,29 +288,43 @@ pub(crate) fn open_pidfd(pid: u32) -> io::Result<OwnedFd> {
 
 /// Copies a process's descriptors of the memory files (memfd) with this name. Needs the right to trace the process.
 pub fn memory_of(pid: u32, name: &str) -> io::Result<Vec<OwnedFd>> {
-    let link = format!("/memfd:{name} (deleted)");
-    descriptors_of(pid, |entry| fs::read_link(entry).is_ok_and(|target| target.as_os_str() == link.as_str()))
+    let link = format!("{MEMORY_LINK}{name} (deleted)");
+    memory_files_of(pid, |target, _| target.as_os_str() == link.as_str())
 }
 
-/// Copies a process's descriptor of the file with this device and inode. Needs the right to trace the process.
-pub fn file_of(pid: u32, identity: (u64, u64)) -> io::Result<Option<OwnedFd>> {
-    let is_it = |entry: &Path| fs::metadata(entry).is_ok_and(|file| (file.dev(), file.ino()) == identity);
-    Ok(descriptors_of(pid, is_it)?.pop())
+/// Copies a process's descriptor of the memory file (memfd) with this device and inode. Needs the right to trace the process.
+pub fn memory_file_of(pid: u32, identity: (u64, u64)) -> io::Result<Option<OwnedFd>> {
+    let is_it = |_: &Path, entry: &Path| identity_without_waiting(entry).is_ok_and(|found| found == identity);
+    Ok(memory_files_of(pid, is_it)?.pop())
 }
 
-/// Copies those descriptors of a process whose entry in /proc is wanted.
-fn descriptors_of(pid: u32, is_wanted: impl Fn(&Path) -> bool) -> io::Result<Vec<OwnedFd>> {
+/// Device and inode. A file system that another program serves (FUSE) is not asked.
+fn identity_without_waiting(path: &Path) -> io::Result<(u64, u64)> {
+    let told = statx(CWD, path, AtFlags::STATX_DONT_SYNC, StatxFlags::INO)?;
+    Ok((makedev(told.stx_dev_major, told.stx_dev_minor), told.stx_ino))
+}
+
+/// Copies those descriptors of memory files (memfd) of a process that are wanted: by what is open, and by the entry in /proc. Other
+/// descriptors are not touched, because whoever is behind them may not answer.
+fn memory_files_of(pid: u32, is_wanted: impl Fn(&Path, &Path) -> bool) -> io::Result<Vec<OwnedFd>> {
     let process = open_pidfd(pid)?;
     let mut found = Vec::new();
     for entry in fs::read_dir(format!("/proc/{pid}/fd"))? {
-        let entry = entry?;
+        let entry = entry?.path();
+        let is_it = |target: PathBuf| {
+            target.as_os_str().as_bytes().starts_with(MEMORY_LINK.as_bytes()) && is_wanted(&target, &entry)
+        };
         // Another thread may close it meanwhile.
-        if is_wanted(&entry.path())
-            && let Some(number) = entry.file_name().to_str().and_then(|name| name.parse().ok())
+        if fs::read_link(&entry).is_ok_and(is_it)
+            && let Some(number) = entry.file_name().and_then(|name| name.to_str()?.parse().ok())
         {
             match pidfd_getfd(&process, number, PidfdGetfdFlags::empty()) {
                 Err(rustix::io::Errno::BADF) => {}
-                fetched => found.push(fetched?),
+                // Only memory has seals. Another file may have come in its place, or have such a name.
+                fetched => match fetched? {
+                    memory if fcntl_get_seals(&memory).is_ok() => found.push(memory),
+                    other => background_close::close_descriptor(other),
+                },
             }
         }
     }
@@ -387,6 +411,10 @@ pub fn kill_stray(pid: u32) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use std::os::fd::AsRawFd;
+
+    use rustix::fs::{MemfdFlags, memfd_create};
+
     use super::*;
 
     #[test]
@@ -395,6 +423,20 @@ mod tests {
         assert_ne!(ticks, 0);
         assert_eq!(start_ticks(std::process::id()).unwrap(), ticks);
         assert!(start_ticks(0).is_err());
+    }
+
+    #[test]
+    fn only_memory_is_fetched() {
+        let memory = memfd_create("fetched", MemfdFlags::CLOEXEC).unwrap();
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let identity = |fd: &dyn AsRawFd| {
+            identity_without_waiting(Path::new(&format!("/proc/self/fd/{}", fd.as_raw_fd()))).unwrap()
+        };
+        let found = |identity| memory_file_of(std::process::id(), identity).unwrap().is_some();
+        let about = file.as_file().metadata().unwrap();
+        assert_eq!(identity(file.as_file()), (about.dev(), about.ino()));
+        assert_eq!((found(identity(&memory)), found(identity(file.as_file()))), (true, false));
+        assert_eq!(memory_of(std::process::id(), "fetched").unwrap().len(), 1);
     }
 
     #[test]

@@ -39,7 +39,7 @@ use hearth_disk::image::Unwritten;
 use hearth_disk::ledger::Ledger;
 use hearth_disk::server::{DiskServer, Peer, Question, ToldMemory};
 use hearth_memory::{FileOffset, GuestPhysicalAddress, Layout, PAGE_BYTES, Place, RamFile};
-use hearth_qemu::{Process, ProcessId, file_of};
+use hearth_qemu::{Process, ProcessId, memory_file_of};
 use hearth_recovery::incarnation::{Incarnation, discard_files, discard_ram, numbers_in};
 use hearth_recovery::journal::{MemoryNote, QemuIdentity};
 use hearth_recovery::warm_reboot::restored::{CarriedOver, carry_over};
@@ -330,7 +330,7 @@ impl Attached {
         if start_ticks < since_ticks {
             return None;
         }
-        Process::adopt(ProcessId { pid, start_ticks }, Path::new("/dev/null")).ok()
+        Process::adopt_foreign(ProcessId { pid, start_ticks }).ok()
     }
 
     fn watch(&self, process: &Process, generation: u32) -> std::io::Result<()> {
@@ -566,7 +566,7 @@ impl Attached {
     fn take_over(&mut self) -> Result<bool, MachineError> {
         let Some(qemu) = self.context.journal.qemu.clone() else { return Ok(false) };
         let id = ProcessId { pid: qemu.pid, start_ticks: qemu.start_ticks };
-        let Ok(process) = Process::adopt(id, Path::new("/dev/null")) else {
+        let Ok(process) = Process::adopt_foreign(id) else {
             (self.context.journal.qemu, self.context.journal.memory) = (None, None);
             return Ok(false);
         };
@@ -599,7 +599,7 @@ impl Attached {
         let note = self.context.journal.memory.clone()?;
         let name = memory_name(&self.context);
         let find = |identity| {
-            let file = file_of(pid, identity).map_err(|error| error.to_string())?;
+            let file = memory_file_of(pid, identity).map_err(|error| error.to_string())?;
             file.map(fs::File::from).ok_or_else(|| "QEMU has no such memory any more".to_owned())
         };
         let files: Result<Vec<_>, _> = std::iter::once(note.identity).chain(note.further).map(find).collect();
