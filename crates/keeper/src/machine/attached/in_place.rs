@@ -77,8 +77,8 @@ impl Attached {
 
     /// A driver begins anew with a disk, and QEMU waits.
     pub(super) fn new_driver(&mut self, is_simple: bool) -> Result<(), MachineError> {
-        if self.resets.waits_since.is_some() {
-            // Another disk of the same guest waits already.
+        if self.resets.waits_since.is_some() || !matches!(self.state, State::Running(_)) {
+            // Another disk of the same guest waits already. Or its QEMU has ended, and left its question behind.
             return Ok(());
         }
         let is_told = self.resets.is_told();
@@ -125,7 +125,7 @@ impl Attached {
         self.resets.in_firmware = self.resets.had_simple_driver == Some(true);
         (self.resets.told, self.resets.waits_since) = (None, None);
         let number = self.context.journal.incarnation;
-        let State::Running(life) = &mut self.state else { return self.track(None) };
+        let State::Running(life) = &mut self.state else { return Ok(()) };
         let may_release = had_simple_driver == Some(false) && !qemu::pins_memory(life.process.id().pid);
         let original = if may_release { Original::Release } else { Original::Keep };
         if life.crash.take().is_some() {

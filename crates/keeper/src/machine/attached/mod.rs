@@ -350,7 +350,8 @@ impl Attached {
             other => (other, false),
         };
         self.state = state;
-        let State::Running(life) = &self.state else { return self.track(None) };
+        // A QEMU that has ended may have left its question behind.
+        let State::Running(life) = &self.state else { return Ok(()) };
         let is_kept = is_tracked(&self.context) || self.context.config.on_panic == OnPanic::DumpAndRecover;
         let pid = life.process.id();
         if life.incarnation.is_none() && is_kept {

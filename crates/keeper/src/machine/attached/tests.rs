@@ -216,3 +216,21 @@ fn reset_without_room_for_a_ledger_leaves_nothing_behind() {
     fs::remove_dir(obstacle).unwrap();
     assert_eq!(numbers_in(&domain.memory_folder()).len(), 0);
 }
+
+#[test]
+fn question_of_an_ended_qemu_changes_nothing() {
+    let domain = Domain::new("");
+    let memory = memory(PAGES * PAGE_BYTES);
+    let mut attached = domain.running(&memory);
+    let State::Running(life) = std::mem::replace(&mut attached.state, State::Off) else { panic!("it ran") };
+    attached.end_life(life, "ended".to_owned()).unwrap();
+    let kept = |attached: &Attached| attached.warm_reboot.ember.counts().remaining;
+    assert_eq!(kept(&attached), 1);
+    for _ in 0..2 {
+        attached.told_memory(&told(&memory, std::process::id())).unwrap();
+        attached.new_driver(true).unwrap();
+        attached.new_driver(false).unwrap();
+        assert_eq!((kept(&attached), attached.resets.deadline()), (1, None));
+        attached.state = State::Awaited { since_ticks: 0, process: None };
+    }
+}
