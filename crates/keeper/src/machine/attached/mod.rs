@@ -38,6 +38,7 @@ use hearth_disk::arrival::MissPolicy;
 use hearth_disk::image::Unwritten;
 use hearth_disk::ledger::Ledger;
 use hearth_disk::server::{DiskServer, Peer, Question, ToldMemory};
+use hearth_memory::room::HostMemory;
 use hearth_memory::{FileOffset, GuestPhysicalAddress, Layout, PAGE_BYTES, Place, RamFile};
 use hearth_qemu::{Process, ProcessId, memory_file_of};
 use hearth_recovery::incarnation::{Incarnation, discard_files, discard_ram, numbers_in};
@@ -714,14 +715,15 @@ fn is_tracked(context: &Context) -> bool {
     context.config.memory.ember == EmberMode::On
 }
 
-/// Size of all files together, if they can be one memory.
+/// Size of all files together, if they can be one memory. QEMU may claim any size; what the host has room for, it can also have.
 fn bytes_of(files: &[fs::File]) -> Result<u64, String> {
     let bytes = files.iter().try_fold(0_u64, |sum, file| {
         let bytes = file.metadata().map_err(|error| error.to_string())?.len();
         Ok::<_, String>(sum.saturating_add(bytes))
     })?;
-    match bytes / PAGE_BYTES > u64::from(u32::MAX) {
-        true => Err(format!("it claims to have {bytes} bytes")),
+    let host_bytes = HostMemory::now().map_err(|error| crate::chain(&error))?.total_bytes;
+    match bytes > host_bytes || bytes / PAGE_BYTES > u64::from(u32::MAX) {
+        true => Err(format!("it claims to have {} MiB, and the host has {}", bytes >> 20, host_bytes >> 20)),
         false => Ok(bytes),
     }
 }
