@@ -102,6 +102,41 @@ fn boot_set_of_a_domain_is_kept_without_its_memory() -> Result<()> {
     Ok(())
 }
 
+/// An image changes while no keeper lives, and the next keeper ends before all images could be opened and compared.
+#[test]
+fn images_not_compared_yet_keep_their_notes() -> Result<()> {
+    let images = image_folder();
+    let [changed, missing] = ["changed.img", "missing.img"].map(|name| images.path().join(name));
+    make_files(&changed)?;
+    make_files(&missing)?;
+    let disks = [("vda", &changed), ("vdb", &missing)];
+    let disks = disks.map(|(target, image)| DomainDisk { target, image, format: "raw", limits: None });
+    let Some(vm) = LibvirtVm::define("uncompared", MEMORY_MIB, &disks)? else { return Ok(()) };
+    vm.attach_with("", "[remount]\nlimit = \"128MiB\"\nready_after = \"1d\"")?;
+    vm.start()?;
+    verify_both(&vm)?;
+    vm.hearth(&["ready", "uncompared"])?;
+    vm.virsh("destroy", &[])?;
+    wait_off(&vm)?;
+    vm.kill_keeper()?;
+    make_files(&changed)?;
+    vm.start_keeper()?;
+    let away = missing.with_extension("away");
+    std::fs::rename(&missing, &away).expect("our own file");
+    assert!(vm.virsh("start", &[]).is_err(), "an image is missing");
+    vm.kill_keeper()?;
+    std::fs::rename(&away, &missing).expect("our own file");
+    vm.start_keeper()?;
+    vm.start()?;
+    let forgotten = |event: EventKind| match event {
+        EventKind::DiskForgotten { disk, .. } => Some(disk),
+        _ => None,
+    };
+    let forgotten: Vec<_> = vm.events()?.into_iter().filter_map(|record| forgotten(record.event)).collect();
+    assert!(forgotten.iter().any(|disk| disk == "vda"), "{forgotten:?}");
+    verify_both(&vm)
+}
+
 /// Nobody notes what a guest writes whose memory cannot be kept.
 #[test]
 fn nothing_is_served_after_a_guest_whose_memory_is_not_kept() -> Result<()> {

@@ -111,8 +111,9 @@ impl WarmReboot {
         }
     }
 
-    /// Syncs the images before their boot set is saved, and returns notes of them. Without the sync a crash of the host
-    /// could leave images that are older than the copies. None if no boot set will be saved.
+    /// Syncs the images before their boot set is saved, and returns notes of them, which are from the beginning of a wait if that
+    /// is not over. Without the sync a crash of the host could leave images that are older than the copies. None if no boot set will
+    /// be saved.
     pub fn sync_images(&self, context: &Context, disks: &Disks) -> Result<Option<Vec<DiskNote>>, String> {
         if persist_file(context).is_none() {
             return Ok(None);
@@ -134,7 +135,7 @@ impl WarmReboot {
     }
 
     /// Saves the boot set. The machine has stopped, and nobody writes to its images any more. `locked`: notes from when
-    /// they were still locked; an image that differs now is left out.
+    /// they were still locked, or from the beginning of the wait; an image that differs now is left out.
     pub fn save_boot_set(&self, context: &Context, disks: &Disks, locked: Result<Option<Vec<DiskNote>>, String>) {
         let (Some(boot_set), Some(path)) = (self.boot_set(), persist_file(context)) else { return };
         let saved = locked.and_then(|locked| {

@@ -15,7 +15,7 @@ use hearth_disk::block::DiskId;
 use hearth_disk::gate::Gate;
 use hearth_disk::image::{Format, Image, ImageOptions, LockOwner, Unwritten};
 use hearth_disk::server::{DiskOptions, DiskServer};
-use hearth_recovery::images::{self, DiskNote, Notes, Watch};
+use hearth_recovery::images::{self, DiskNote, Watch};
 use hearth_recovery::incarnation::Incarnation;
 use hearth_recovery::warm_reboot;
 
@@ -146,8 +146,8 @@ impl Disks {
     /// Compares the images with the last keeper's notes. All are locked, so nobody else changes them from now on.
     /// `incarnation`: a living guest that this keeper took over; its ledger may hold blocks of the images.
     fn judge(&mut self, context: &Context, warm: &WarmReboot, incarnation: Option<&Incarnation>, unwritten: Unwritten) {
-        let Some(Gap { noted, is_start }) = self.images.gap.take() else { return };
-        if !noted.as_ref().is_some_and(Notes::are_of_this_process) {
+        let Some(Gap { noted, is_upgrade, is_start }) = self.images.gap.take() else { return };
+        if !is_upgrade {
             for (position, open) in self.images.open.iter().enumerate() {
                 let tables = context.folders.disk_tables(&open.disk);
                 let drops = unwritten == Unwritten::Drop && tables.metadata().is_ok_and(|file| file.len() > 0);
@@ -166,16 +166,21 @@ impl Disks {
         }
     }
 
-    /// Keeps notes of the images from now on, for the next keeper.
+    /// Keeps notes of the images from now on, for the next keeper. The last notes stay if the images are closed, so that others may
+    /// change them, or if they are still to be compared with the beginning of a wait.
     pub fn note(&self, context: &Context, warm: &WarmReboot) {
+        if self.servers.is_empty() || self.images.idle.is_some() {
+            return;
+        }
         let watch = Watch::new(&context.folders.memory, &self.images.open);
         let watch = watch.and_then(|mut watch| watch.renew().map(|()| watch));
         warm.monitor.note_images(watch.inspect_err(unnoted).ok());
     }
 
-    /// Notes the images before a wait in which neither keeper nor guest writes to them.
+    /// Notes the images before a wait in which neither keeper nor guest writes to them. The last keeper's notes stay if the images
+    /// were never compared with them.
     pub fn note_idle(&mut self, context: &Context, warm: &WarmReboot) {
-        if self.images.idle.is_some() {
+        if self.images.idle.is_some() || !self.images.are_judged() {
             return;
         }
         // From now on, any change was made by another program.

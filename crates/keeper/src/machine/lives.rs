@@ -352,6 +352,8 @@ impl Machine {
         self.disks.backfill.set_miss_policy(MissPolicy::Refuse);
         self.disks.judge_idle(&self.context, &self.warm_reboot, &mut self.recovery);
         let images = self.warm_reboot.sync_images(&self.context, &self.disks);
+        // From now on, any change may be another program's.
+        self.warm_reboot.monitor.note_images(None);
         for disk in std::mem::take(&mut self.disks.servers) {
             disk.stop();
         }

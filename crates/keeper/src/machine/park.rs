@@ -465,6 +465,8 @@ impl Machine {
         self.context.journal.guest = GuestNote::Runs;
         self.context.journal.qemu = None;
         self.rejuvenation.unparked = Some(Unparked { lost: Some(why), stood_ms: None, host_reloaded });
+        // From now on, any change of the images may be another program's.
+        self.warm_reboot.monitor.note_images(None);
         self.disks.close(&self.context);
         parked::discard(&folder);
         if let Some(number) = incarnation {

@@ -144,6 +144,8 @@ impl Machine {
         }
         self.end_memory();
         self.disks.backfill.set_miss_policy(MissPolicy::Refuse);
+        // From now on, any change of the images may be another program's.
+        self.warm_reboot.monitor.note_images(None);
         std::mem::take(&mut self.disks.servers).into_iter().for_each(DiskServer::stop);
         self.disks.backfill.set_miss_policy(MissPolicy::Wait);
         self.disks.nvram.clear();

@@ -664,9 +664,13 @@ impl Attached {
             self.disks.close_for_wait(&mut self.context, &self.warm_reboot);
         }
         self.warm_reboot.monitor.watch(None);
+        // The images are closed: what is saved must fit the notes from the beginning of the wait, so take these before they are compared.
+        let are_judged = self.disks.images.are_judged();
+        let images = are_judged.then(|| self.warm_reboot.sync_images(&self.context, &self.disks));
         self.disks.judge_idle(&self.context, &self.warm_reboot, &mut self.recovery);
-        let images = self.warm_reboot.sync_images(&self.context, &self.disks);
-        self.warm_reboot.save_boot_set(&self.context, &self.disks, images);
+        if let Some(images) = images {
+            self.warm_reboot.save_boot_set(&self.context, &self.disks, images);
+        }
         self.warm_reboot.discard_memory(&self.context);
         leftovers::remove(&self.context.folders.runtime, &Needed::default());
         // A start that `hearth host` is to make goes on with the next keeper.
