@@ -1,20 +1,31 @@
-//! Background close: one thread of the process closes what may block whoever closes it.
+//! Background close: threads of their own close what may block whoever closes it.
 //!
 //! A QEMU that its guest has taken over chooses the descriptors that it sends. Closing a socket can take as long as its linger
 //! time says, up to 68 years; closing a file of FUSE takes as long as its server likes. A socket closes the descriptors in
-//! its unread messages, too.
+//! its unread messages, too, and these may be another machine's QEMU's: whoever may open a disk's socket can leave some there.
+//!
+//! A signal ends a socket's linger time. So each close has a thread of its own, which is interrupted until it has ended. What is left
+//! to wait for is the server of a file system.
 
 #![warn(missing_docs)]
 
 use std::os::fd::OwnedFd;
+use std::os::unix::thread::JoinHandleExt;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::mpsc::{Sender, channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::thread::JoinHandle;
+use std::time::Duration;
 
 use rustix::net::sockopt;
+use signal_hook::consts::SIGURG;
 
 /// Number of closes that may be waiting. More are those of a QEMU that is hostile.
 pub const BACKLOG_MAX: usize = 64;
+/// How often closes that have not ended are interrupted.
+const INTERRUPT_EVERY: Duration = Duration::from_millis(10);
+
+type Closable = Box<dyn Send>;
 
 static BACKLOG: AtomicUsize = AtomicUsize::new(0);
 /// Event counters to signal when the backlog is short again.
@@ -29,19 +40,10 @@ pub fn close_descriptor(descriptor: OwnedFd) {
 
 /// Drops something that holds descriptors.
 pub fn close<T: Send + 'static>(closable: T) {
-    type Closable = Box<dyn Send>;
     static CLOSER: OnceLock<Option<Sender<Closable>>> = OnceLock::new();
     let closer = CLOSER.get_or_init(|| {
         let (closer, closables) = channel::<Closable>();
-        let close_all = move || {
-            for closable in closables {
-                drop(closable);
-                if BACKLOG.fetch_sub(1, Ordering::Relaxed) == BACKLOG_MAX {
-                    wake_waiters();
-                }
-            }
-        };
-        let started = std::thread::Builder::new().name("close".into()).spawn(close_all);
+        let started = std::thread::Builder::new().name("close".into()).spawn(move || close_all(&closables));
         if let Err(error) = &started {
             tracing::warn!(%error, "no thread can be started to close descriptors; those that QEMU sends stay open");
         }
@@ -51,6 +53,50 @@ pub fn close<T: Send + 'static>(closable: T) {
     let Some(closer) = closer else { return std::mem::forget(closable) };
     BACKLOG.fetch_add(1, Ordering::Relaxed);
     closer.send(Box::new(closable)).expect("the thread lives as long as the process");
+}
+
+/// Drops each on a thread of its own, and interrupts those that take their time.
+fn close_all(closables: &Receiver<Closable>) {
+    // Only a signal that has a handler interrupts anything. Without one this signal is ignored.
+    if let Err(error) = signal_hook::flag::register(SIGURG, Arc::default()) {
+        tracing::warn!(%error, "a socket of QEMU's may stay open for as long as it lingers");
+    }
+    let mut closing: Vec<JoinHandle<()>> = Vec::new();
+    loop {
+        let next = match closing.is_empty() {
+            true => closables.recv().map_err(|_| RecvTimeoutError::Disconnected),
+            false => closables.recv_timeout(INTERRUPT_EVERY),
+        };
+        match next {
+            Ok(closable) => closing.extend(close_apart(closable)),
+            Err(RecvTimeoutError::Timeout) => {}
+            Err(RecvTimeoutError::Disconnected) => return,
+        }
+        closing.retain(|thread| !thread.is_finished());
+        for thread in &closing {
+            // SAFETY: the thread may have ended, but its handle is there.
+            unsafe { libc::pthread_kill(thread.as_pthread_t(), SIGURG) };
+        }
+    }
+}
+
+fn close_apart(closable: Closable) -> Option<JoinHandle<()>> {
+    let close = move || {
+        drop(closable);
+        has_closed();
+    };
+    let thread = std::thread::Builder::new().name("close-one".into()).spawn(close);
+    if thread.is_err() {
+        // It was dropped here.
+        has_closed();
+    }
+    thread.ok()
+}
+
+fn has_closed() {
+    if BACKLOG.fetch_sub(1, Ordering::Relaxed) == BACKLOG_MAX {
+        wake_waiters();
+    }
 }
 
 /// Do too many closes wait, because something does not close?
@@ -63,7 +109,7 @@ pub fn is_backed_up_for(waiter: &Arc<OwnedFd>) -> bool {
     if !is_backed_up() {
         return false;
     }
-    // The closing thread looks for waiters after it has shortened the backlog. So either it finds this one, or the backlog is
+    // A closing thread looks for waiters after it has shortened the backlog. So either it finds this one, or the backlog is
     // seen to be short here.
     let mut waiters = waiters();
     let is_backed_up = is_backed_up();
@@ -87,12 +133,14 @@ fn waiters() -> MutexGuard<'static, Vec<Arc<OwnedFd>>> {
 
 #[cfg(test)]
 mod tests {
-    use std::io::Write;
+    use std::io::{IoSlice, Write};
+    use std::mem::MaybeUninit;
     use std::net::{TcpListener, TcpStream};
-    use std::os::fd::AsFd;
-    use std::time::Duration;
+    use std::os::fd::{AsFd, BorrowedFd};
+    use std::os::unix::net::UnixStream;
 
     use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+    use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 
     use super::*;
 
@@ -130,6 +178,29 @@ mod tests {
         close_descriptor(socket.into());
         close_descriptor(writer);
         wait_for(&reader, PollFlags::empty());
+    }
+
+    /// A socket in which an unread message holds these.
+    fn socket_holding(descriptors: &[BorrowedFd<'_>]) -> UnixStream {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(4))];
+        let mut ancillary = SendAncillaryBuffer::new(&mut space);
+        assert!(ancillary.push(SendAncillaryMessage::ScmRights(descriptors)));
+        sendmsg(&theirs, &[IoSlice::new(b"words")], &mut ancillary, SendFlags::empty()).unwrap();
+        ours
+    }
+
+    #[test]
+    fn lingering_sockets_in_unread_messages_are_closed() {
+        let [(one, _listener), (other, _other_listener)] = [lingering_socket(), lingering_socket()];
+        let inner = socket_holding(&[one.as_fd()]);
+        // The kernel closes one of these last.
+        let [(first, first_writer), (last, last_writer)] =
+            [rustix::pipe::pipe().unwrap(), rustix::pipe::pipe().unwrap()];
+        let outer = socket_holding(&[first_writer.as_fd(), inner.as_fd(), other.as_fd(), last_writer.as_fd()]);
+        drop((one, other, inner, first_writer, last_writer));
+        close(outer);
+        [first, last].iter().for_each(|reader| wait_for(reader, PollFlags::empty()));
     }
 
     #[test]

@@ -14,19 +14,28 @@ use super::ServerError;
 
 /// The socket of a disk, removed when its server ends.
 pub struct SocketFile {
-    pub listener: UnixListener,
+    /// Until it is dropped.
+    listener: Option<UnixListener>,
     pub path: PathBuf,
+}
+
+impl SocketFile {
+    pub fn listener(&self) -> &UnixListener {
+        self.listener.as_ref().expect("it is there until the socket is dropped")
+    }
 }
 
 impl AsFd for SocketFile {
     fn as_fd(&self) -> BorrowedFd<'_> {
-        self.listener.as_fd()
+        self.listener().as_fd()
     }
 }
 
 impl Drop for SocketFile {
     fn drop(&mut self) {
         let _ = std::fs::remove_file(&self.path);
+        // In connections that nobody has accepted there may be messages with descriptors that hold up whoever closes them.
+        self.listener.take().into_iter().for_each(background_close::close);
     }
 }
 
@@ -54,7 +63,7 @@ pub fn listen(disk: &str, path: &Path) -> Result<SocketFile, ServerError> {
         let (disk, socket) = (disk.to_owned(), path.to_owned());
         ServerError::Listen { disk, socket, source }
     })?;
-    Ok(SocketFile { listener, path: path.to_owned() })
+    Ok(SocketFile { listener: Some(listener), path: path.to_owned() })
 }
 
 /// Whether a process listens at `path`, be its backlog full or not.
@@ -67,7 +76,44 @@ fn is_listened_at(path: &Path) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use std::io::{IoSlice, Write};
+    use std::mem::MaybeUninit;
+    use std::net::{TcpListener, TcpStream};
+    use std::os::unix::net::UnixStream;
+    use std::sync::mpsc::channel;
+    use std::time::Duration;
+
+    use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg, sockopt};
+
     use super::*;
+
+    /// A stranger connects, and sends a socket that takes an hour to close.
+    #[test]
+    fn unaccepted_connection_does_not_hold_up_the_end() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("disk.sock");
+        let socket = listen("vda", &path).unwrap();
+        let other_end = TcpListener::bind("127.0.0.1:0").unwrap();
+        let mut lingering = TcpStream::connect(other_end.local_addr().unwrap()).unwrap();
+        lingering.set_nonblocking(true).unwrap();
+        while lingering.write(&[0; 65536]).is_ok() {}
+        lingering.set_nonblocking(false).unwrap();
+        sockopt::set_socket_linger(&lingering, Some(Duration::from_secs(3600))).unwrap();
+        let stranger = UnixStream::connect(&path).unwrap();
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+        let mut ancillary = SendAncillaryBuffer::new(&mut space);
+        let descriptors = [lingering.as_fd()];
+        assert!(ancillary.push(SendAncillaryMessage::ScmRights(&descriptors)));
+        sendmsg(&stranger, &[IoSlice::new(b"words")], &mut ancillary, SendFlags::empty()).unwrap();
+        drop(lingering);
+        let (ended, end) = channel();
+        std::thread::spawn(move || {
+            drop(socket);
+            ended.send(()).unwrap();
+        });
+        end.recv_timeout(Duration::from_secs(60)).unwrap();
+        assert!(!path.exists());
+    }
 
     #[test]
     fn socket_with_a_full_backlog_is_in_use() {

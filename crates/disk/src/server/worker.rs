@@ -235,6 +235,7 @@ impl Worker {
 
     fn end(&mut self) {
         self.peers.ids().into_iter().for_each(|id| self.hang_up(id));
+        self.incoming.expect(Expected::default());
         self.disk.drain(STOP_PATIENCE);
     }
 
@@ -383,7 +384,7 @@ impl Worker {
                 return;
             }
             let socket = self.listener.get();
-            match socket.listener.accept() {
+            match socket.listener().accept() {
                 Ok((stream, _)) => self.incoming.arrived(&self.name, &socket.path, stream),
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
                 Err(error) => return tracing::warn!(disk = self.name, %error, "cannot accept QEMU"),
