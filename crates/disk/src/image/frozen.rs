@@ -11,7 +11,8 @@
 //!
 //! The chain of images stays as it is, and nothing has to be merged afterwards. A copy that fails (the other disk is full)
 //! fails alone: the guest writes on. When it is dropped the image is asked for nothing any more. One copy at a time is made of an
-//! image. It fails if the image is closed meanwhile, because nobody keeps then what others change.
+//! image. It fails if the image is closed meanwhile, because nobody keeps then what others change. It reads through a descriptor without
+//! the image's lock, so that a copy that hangs locks nobody out of a closed image.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -285,6 +286,9 @@ impl FrozenImage {
             state.must_go_on()?;
             if holds(&state) {
                 return Ok(());
+            }
+            if !state.is_all {
+                self.must_be_guarded()?;
             }
             drop(self.shared.wait(state, LOOK_EVERY));
             if !step(0) {
@@ -658,6 +662,23 @@ mod tests {
         stand.guard.before_change(0, bytes);
         assert_eq!(frozen.copy(|_| true).unwrap_err().kind(), io::ErrorKind::TimedOut);
         drop(answers);
+    }
+
+    #[test]
+    fn copy_to_a_hung_target_ends_when_the_image_is_closed() {
+        let (stand, _) = large();
+        let (_answers, hangs) = mpsc::channel();
+        let frozen = stand.guard.freeze_into(stand.image.try_clone().unwrap(), Box::new(Hung(hangs))).unwrap();
+        let Stand { folder, guard, .. } = stand;
+        let (mut guard, mut copied, began) = (Some(guard), 0, Instant::now());
+        let error = frozen.copy(|bytes| {
+            copied += bytes;
+            // The target hangs in one piece, and the others that may wait for it are there.
+            guard.take_if(|_| bytes == 0 && copied == (1 + QUEUE_PIECES_OF_COPY as u64) * STEP_BYTES);
+            began.elapsed() < Duration::from_secs(60)
+        });
+        assert_eq!(error.unwrap_err().kind(), io::ErrorKind::NotConnected);
+        drop(folder);
     }
 
     #[test]

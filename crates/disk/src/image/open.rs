@@ -2,9 +2,10 @@
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Seek, SeekFrom};
+use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 
-use rustix::fs::{Advice, AtFlags, StatxFlags, fadvise, fstatfs, statx};
+use rustix::fs::{Advice, AtFlags, OFlags, StatxFlags, fadvise, fcntl_getfl, fstatfs, statx};
 
 use super::{Format, ImageOptions};
 use crate::engine::transfer::ALIGNMENT_MAX;
@@ -50,6 +51,13 @@ pub(super) fn open_file(options: &ImageOptions, format: Format) -> io::Result<Op
         return through(&format!("the image is not a multiple of {alignment} bytes long"));
     }
     Ok(Opened { file, alignment, cache: format!("O_DIRECT in units of {alignment} bytes") })
+}
+
+/// The same file, open once more: for reading, around the page cache if the first one is, and without the first one's lock.
+pub(super) fn reopen(file: &File) -> io::Result<File> {
+    let direct = fcntl_getfl(file)? & OFlags::DIRECT;
+    let path = format!("/proc/self/fd/{}", file.as_raw_fd());
+    OpenOptions::new().read(true).custom_flags(direct.bits() as i32).open(path)
 }
 
 /// Of a file that goes through the page cache: the host reads what is asked for and no more. Guests read ahead themselves, and

@@ -21,7 +21,7 @@ use super::checkpoints::Checkpoints;
 use super::frozen::{FrozenImage, Guard};
 use super::guarded::{GuardedEngine, GuardedFile, Witness};
 use super::header::{Geometry, Header};
-use super::open::{Opened, open_file, stop_read_ahead};
+use super::open::{Opened, open_file, reopen, stop_read_ahead};
 use super::overlay::Mark;
 use super::tables::{Change, Committer, TableLog, Tables, unit_bytes};
 use super::{Format, ImageError, ImageOptions, Unwritten, access_error, check_kind, lock};
@@ -173,7 +173,7 @@ impl Qcow2Image {
     /// The file of the top image, with what is held of its tables.
     pub(super) fn freeze(&self, target: File) -> io::Result<Arc<FrozenImage>> {
         self.committer.commit()?;
-        self.guard.freeze(self.file()?, target)
+        self.guard.freeze(reopen(&self.layers[0].file)?, target)
     }
 
     pub(super) fn describe(&self) -> String {

@@ -12,7 +12,7 @@ use rustix::fs::{FallocateFlags, Mode, OFlags, fallocate, open};
 use super::checkpoints::Checkpoints;
 use super::frozen::{FrozenImage, Guard};
 use super::guarded::{GuardedEngine, Witness};
-use super::open::{Opened, file_bytes, open_file, stop_read_ahead};
+use super::open::{Opened, file_bytes, open_file, reopen, stop_read_ahead};
 use super::{Format, ImageError, ImageOptions, access_error, lock};
 use crate::arrival::{Arrival, Arrivals};
 use crate::block::{BLOCK_BYTES, SECTOR_BYTES};
@@ -115,7 +115,7 @@ impl RawImage {
     }
 
     pub(super) fn freeze(&self, target: File) -> io::Result<Arc<FrozenImage>> {
-        self.guard.freeze(self.target.file.try_clone()?, target)
+        self.guard.freeze(reopen(&self.target.file)?, target)
     }
 
     /// Of which the lock is this image's.

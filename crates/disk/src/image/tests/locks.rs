@@ -77,6 +77,18 @@ fn an_inherited_lock_outlives_its_keeper() {
     cases().iter().for_each(Case::check_survival);
 }
 
+/// A copy whose storage hangs may end much later.
+#[test]
+fn a_copy_of_a_closed_image_holds_no_lock() {
+    for case in cases() {
+        let image = case.open(None).unwrap();
+        let frozen = image.freeze(tempfile::tempfile().unwrap()).unwrap();
+        drop(image);
+        let _next = case.open(None).unwrap();
+        assert_eq!(frozen.copy(|_| true).unwrap_err().kind(), std::io::ErrorKind::NotConnected);
+    }
+}
+
 #[test]
 fn image_shared_by_two_disks_is_taken_over() {
     let case = &cases()[0];
