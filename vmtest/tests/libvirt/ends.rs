@@ -57,6 +57,28 @@ fn guest_goes_on_under_the_next_keeper() -> Result<()> {
     files.assert_warm()
 }
 
+/// Nothing locks the images of a domain without a keeper.
+#[test]
+fn image_changed_under_a_living_domain_is_told() -> Result<()> {
+    let Some(files) = Files::running("beneath")? else { return Ok(()) };
+    let vm = &files.vm;
+    files.verify()?;
+    vm.sh("umount /mnt")?;
+    let nonce = vm.nonce()?;
+    vm.kill_keeper()?;
+    make_files(&files.image)?;
+    vm.start_keeper()?;
+    let forgotten = |event: EventKind| match event {
+        EventKind::DiskForgotten { why, .. } => Some(why),
+        _ => None,
+    };
+    let why = vm.events()?.into_iter().find_map(|record| forgotten(record.event)).expect("the disk is forgotten");
+    assert!(why.contains("the running guest's file system is damaged"), "{why}");
+    files.verify()?;
+    assert_eq!(vm.nonce()?, nonce);
+    Ok(())
+}
+
 #[test]
 fn changed_image_is_not_answered_from_memory() -> Result<()> {
     let Some(files) = Files::running("changed")? else { return Ok(()) };

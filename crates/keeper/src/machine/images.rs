@@ -157,6 +157,7 @@ impl Disks {
                     None => Some("there is no note of the image's earlier state".to_owned()),
                 };
                 if let Some(why) = doubt {
+                    let why = if unwritten == Unwritten::Keep { under_living_guest(&why) } else { why };
                     warm.forget_disk(context, position, why, incarnation);
                 }
             }
@@ -280,6 +281,14 @@ impl Disks {
         self.show_pressures(context);
         Ok(())
     }
+}
+
+/// Why the image of a guest that has outlived its keeper may have changed, and what to do then.
+fn under_living_guest(why: &str) -> String {
+    format!(
+        "{why}; so it is after the dead keeper's own last writes, but if another program has written to the image, the running guest's \
+         file system is damaged: shut it down, then check it"
+    )
 }
 
 fn unnoted(error: &std::io::Error) {
