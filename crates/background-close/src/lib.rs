@@ -4,8 +4,8 @@
 //! time says, up to 68 years; closing a file of FUSE takes as long as its server likes. A socket closes the descriptors in
 //! its unread messages, too, and these may be another machine's QEMU's: whoever may open a disk's socket can leave some there.
 //!
-//! A signal ends a socket's linger time. So each close has a thread of its own, which is interrupted until it has ended. What is left
-//! to wait for is the server of a file system.
+//! A signal ends a socket's linger time. So each close has a thread of its own, and is interrupted from the moment on at which it takes
+//! long, while the next one begins. What is left to wait for is the server of a file system.
 
 #![warn(missing_docs)]
 
@@ -22,7 +22,7 @@ use signal_hook::consts::SIGURG;
 
 /// Number of closes that may be waiting. More are those of a QEMU that is hostile.
 pub const BACKLOG_MAX: usize = 64;
-/// How often closes that have not ended are interrupted.
+/// How long a close may take before it is interrupted, and how often it is.
 const INTERRUPT_EVERY: Duration = Duration::from_millis(10);
 
 type Closable = Box<dyn Send>;
@@ -55,42 +55,46 @@ pub fn close<T: Send + 'static>(closable: T) {
     closer.send(Box::new(closable)).expect("the thread lives as long as the process");
 }
 
-/// Drops each on a thread of its own, and interrupts those that take their time.
+/// Drops one after the other, each on a thread of its own. Those that take their time are interrupted, and the next one begins.
 fn close_all(closables: &Receiver<Closable>) {
     // Only a signal that has a handler interrupts anything. Without one this signal is ignored.
     if let Err(error) = signal_hook::flag::register(SIGURG, Arc::default()) {
         tracing::warn!(%error, "a socket of QEMU's may stay open for as long as it lingers");
     }
-    let mut closing: Vec<JoinHandle<()>> = Vec::new();
+    let mut late: Vec<JoinHandle<()>> = Vec::new();
     loop {
-        let next = match closing.is_empty() {
+        let next = match late.is_empty() {
             true => closables.recv().map_err(|_| RecvTimeoutError::Disconnected),
             false => closables.recv_timeout(INTERRUPT_EVERY),
         };
         match next {
-            Ok(closable) => closing.extend(close_apart(closable)),
+            Ok(closable) => late.extend(close_apart(closable)),
             Err(RecvTimeoutError::Timeout) => {}
             Err(RecvTimeoutError::Disconnected) => return,
         }
-        closing.retain(|thread| !thread.is_finished());
-        for thread in &closing {
+        late.retain(|thread| !thread.is_finished());
+        for thread in &late {
             // SAFETY: the thread may have ended, but its handle is there.
             unsafe { libc::pthread_kill(thread.as_pthread_t(), SIGURG) };
         }
     }
 }
 
+/// Returns the thread if it takes its time.
 fn close_apart(closable: Closable) -> Option<JoinHandle<()>> {
+    let (runs, ended) = channel::<()>();
     let close = move || {
         drop(closable);
         has_closed();
+        drop(runs);
     };
     let thread = std::thread::Builder::new().name("close-one".into()).spawn(close);
     if thread.is_err() {
         // It was dropped here.
         has_closed();
     }
-    thread.ok()
+    let is_late = ended.recv_timeout(INTERRUPT_EVERY) == Err(RecvTimeoutError::Timeout);
+    thread.ok().filter(|_| is_late)
 }
 
 fn has_closed() {
