@@ -58,7 +58,7 @@ fn append(
 }
 
 /// Free memory, pids and the like differ with each try.
-pub fn without_digits(text: &str) -> String {
+fn without_digits(text: &str) -> String {
     text.chars().filter(|letter| !letter.is_ascii_digit()).collect()
 }
 

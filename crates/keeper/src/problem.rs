@@ -16,6 +16,9 @@ pub struct Problem {
     /// Whether it may pass while the configuration file stays as it is.
     #[serde(skip)]
     pub may_pass: bool,
+    /// Whether something that the configuration file names is not there, or of no use.
+    #[serde(skip)]
+    pub is_missing: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
@@ -34,13 +37,18 @@ impl Problem {
     /// change while a service manager tries again every two seconds.
     pub fn error(subject: impl Into<String>, message: impl Into<String>, hint: impl Into<String>) -> Self {
         let (subject, message, hint) = (subject.into(), message.into(), hint.into());
-        Self { severity: Severity::Error, subject, message, hint, may_pass: false }
+        Self { severity: Severity::Error, subject, message, hint, may_pass: false, is_missing: false }
     }
 
     /// An error of the surroundings: it may pass, or somebody may mend it, while the file stays as it is. Examples: an image in
     /// use, a missing file or program (its mount may come later), a port that is taken, too little memory.
     pub fn for_now(subject: impl Into<String>, message: impl Into<String>, hint: impl Into<String>) -> Self {
         Self { may_pass: true, ..Self::error(subject, message, hint) }
+    }
+
+    /// As `for_now`, of a file, program, user or interface that the configuration file names.
+    pub fn missing(subject: impl Into<String>, message: impl Into<String>, hint: impl Into<String>) -> Self {
+        Self { is_missing: true, ..Self::for_now(subject, message, hint) }
     }
 
     pub fn warning(subject: impl Into<String>, message: impl Into<String>, hint: impl Into<String>) -> Self {

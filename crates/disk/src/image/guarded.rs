@@ -55,13 +55,14 @@ impl Witness {
 
 /// An engine with a witness.
 pub(super) struct GuardedEngine {
-    engine: Box<dyn Engine>,
+    /// Dropped first: a copy of the image must know that it is no longer guarded before its lock goes.
     witness: Witness,
+    engine: Box<dyn Engine>,
 }
 
 impl GuardedEngine {
     pub(super) fn new(engine: Box<dyn Engine>, witness: Witness) -> Self {
-        Self { engine, witness }
+        Self { witness, engine }
     }
 }
 
@@ -96,10 +97,11 @@ impl Engine for GuardedEngine {
 /// library has one for tables and one for data.
 #[derive(Clone, Debug)]
 pub(crate) struct GuardedFile {
+    /// Dropped before the files, as in `GuardedEngine`.
+    guard: Guard,
     file: Arc<ImageFile>,
     /// The same, for what the library does not do.
     descriptor: Arc<File>,
-    guard: Guard,
     arrival: Option<Arc<Arrival>>,
     /// Alignment of offsets and lengths; 1 through the page cache.
     alignment: usize,

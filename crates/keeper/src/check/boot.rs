@@ -67,11 +67,11 @@ fn file(how: &OpenOptions, subject: &str, path: &Path, hint: &str, problems: &mu
         Ok((true, file)) => return Some(file),
         Ok((false, _)) => Problem::error(subject, format!("{} is not a file", path.display()), hint),
         Err(error) if error.kind() == io::ErrorKind::NotFound => {
-            Problem::for_now(subject, format!("{} does not exist", path.display()), hint)
+            Problem::missing(subject, format!("{} does not exist", path.display()), hint)
         }
         Err(error) => {
             let hint = "change its owner or mode, or choose another file";
-            Problem::for_now(subject, format!("{} cannot be opened: {error}", path.display()), hint)
+            Problem::missing(subject, format!("{} cannot be opened: {error}", path.display()), hint)
         }
     };
     problems.push(problem);
@@ -86,7 +86,7 @@ fn no_kernel(file: File, path: &Path, hint: &str) -> Option<Problem> {
         Ok(_) => {
             Some(Problem::error(subject, format!("{path} is not an x86 kernel (bzImage, ELF or multiboot)"), hint))
         }
-        Err(error) => Some(Problem::for_now(subject, format!("{path} cannot be read: {error}"), hint)),
+        Err(error) => Some(Problem::missing(subject, format!("{path} cannot be read: {error}"), hint)),
     }
 }
 

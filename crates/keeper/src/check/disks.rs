@@ -46,7 +46,8 @@ fn problem(disk: &DiskConfig, error: &ImageError) -> Problem {
         ImageError::WrongKind { .. } | ImageError::FormatNotNamed { .. } | ImageError::NotQcow2 { .. } => {
             Problem::error
         }
-        _ => Problem::for_now,
+        ImageError::InUse { .. } => Problem::for_now,
+        _ => Problem::missing,
     };
     make(format!("disk {}", disk.name), crate::chain(error), hint.to_owned())
 }

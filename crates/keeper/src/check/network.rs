@@ -65,13 +65,13 @@ fn tap(subject: &str, ifname: &str) -> Option<Problem> {
         return None;
     }
     let hint = format!("create it: ip tuntap add {ifname} mode tap && ip link set {ifname} up");
-    Some(Problem::for_now(subject, format!("interface {ifname} does not exist"), hint))
+    Some(Problem::missing(subject, format!("interface {ifname} does not exist"), hint))
 }
 
 fn passt(subject: &str) -> Option<Problem> {
     let found = std::env::var_os("PATH").is_some_and(|path| in_path(&path, "passt"));
     (!found).then(|| {
-        Problem::for_now(
+        Problem::missing(
             subject,
             "passt is not installed",
             "install it (Debian: apt install passt), or use kind = \"user\"",

@@ -21,7 +21,7 @@ pub fn check(config: &Config, purpose: Purpose, problems: &mut Vec<Problem>) -> 
         Ok(binary)
     });
     // This crate's errors include a hint. QEMU may be on a mount that comes later, or be replaced by a newer one.
-    found.inspect_err(|error| problems.push(Problem::for_now("qemu", crate::chain(error), ""))).ok()
+    found.inspect_err(|error| problems.push(Problem::missing("qemu", crate::chain(error), ""))).ok()
 }
 
 /// Whether QEMU supports the machine's type and processors.

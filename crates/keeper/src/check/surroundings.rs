@@ -63,7 +63,7 @@ fn user(config: &Config, is_root: bool) -> Option<Problem> {
         }),
         (Some(user), true) if !is_known(user) => {
             let hint = format!("create it (useradd --system {user}), or set qemu_user = \"auto\"");
-            Some(Problem::for_now("qemu_user", format!("user {user} does not exist"), hint))
+            Some(Problem::missing("qemu_user", format!("user {user} does not exist"), hint))
         }
         (Some(user), false) => {
             let user = if user == AUTO_USER { "another user" } else { user };

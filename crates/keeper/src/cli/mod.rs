@@ -287,7 +287,8 @@ enum Verb {
     /// Change keys of a machine's configuration.
     ///
     /// The file keeps its comments. A change that would keep the machine from running is refused, also one that names a file or program
-    /// that is not there yet. For a running machine, the output says what each change waits for.
+    /// that is not there yet, but not one for which the host lacks memory or a port at the moment. For a running machine, the output
+    /// says what each change waits for.
     #[command(after_help = "Example: hearth set web cpus=2 'nets[0].forward=[\"8080:80\"]'")]
     Set(set::SetArguments),
     /// Remove a stopped machine and the files that Hearth made for it.

@@ -17,7 +17,7 @@ use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use clap::Args;
 use hearth_disk::image::{backing_images, create_overlay};
 use serde::Serialize;
-use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+use signal_hook::consts::{SIGINT, SIGTERM};
 
 use super::machine::start_command;
 use super::{CliError, Context, Exit, absolute, service};
@@ -124,10 +124,11 @@ pub fn new(context: &mut Context<'_>, arguments: NewArguments) -> Result<Exit, C
     Ok(Exit::Done)
 }
 
-/// A flag that is set when this command is to end. It then ends by itself, without what it has made.
+/// A flag that is set when this command is to end. It then ends by itself, without what it has made. The second signal ends it at once.
 fn catch_interrupts() -> io::Result<Arc<AtomicBool>> {
     let is_interrupted = Arc::new(AtomicBool::new(false));
-    for signal in [SIGHUP, SIGINT, SIGTERM] {
+    for signal in [SIGINT, SIGTERM] {
+        signal_hook::flag::register_conditional_default(signal, is_interrupted.clone())?;
         signal_hook::flag::register(signal, is_interrupted.clone())?;
     }
     Ok(is_interrupted)

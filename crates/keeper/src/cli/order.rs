@@ -72,8 +72,8 @@ pub fn stop(context: &mut Context<'_>, name: &str, request: StopRequest, wait: b
             stopped_since(context, name, before, error)
         }
         Err(error @ (CliError::NotRunning { .. } | CliError::Off { .. })) if !is_systemds() => {
-            // Whether an attached domain's unit runs is libvirt's business. Units know no other runtime root.
-            let is_units = matches!(error, CliError::NotRunning { .. }) && context.root == RuntimeRoot::for_this_user();
+            // Units know no other runtime root.
+            let is_units = context.root == RuntimeRoot::for_this_user();
             let unit = super::home(name).ok().filter(|_| is_units && service::is_there());
             stop_failed(context, name, before, error, unit.map(|home| (Manager::of_this_user(), home)))
         }

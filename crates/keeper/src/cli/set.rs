@@ -14,7 +14,6 @@ use serde::Serialize;
 use super::{CliError, Context, Exit, file_lock};
 use crate::check::{self, Purpose, life};
 use crate::config::{Config, Effect, Owner, Setting, edit};
-use crate::failure::without_digits;
 use crate::problem::Problem;
 use crate::runtime_root::RuntimeRoot;
 
@@ -66,16 +65,14 @@ pub fn set(context: &mut Context<'_>, arguments: &SetArguments) -> Result<Exit, 
     Ok(Exit::Done)
 }
 
-/// Whether a change has problems that keep the machine from running. Those that may pass count if they are not `known`.
+/// Whether a change keeps the machine from running: for good, or by something that is missing and is not `known` to be. What only its
+/// surroundings lack for now, such as memory, does not count.
 fn keeps_from_running(problems: &[Problem], known: impl FnOnce() -> Option<Vec<Problem>>) -> bool {
-    let (passing, lasting): (Vec<_>, Vec<_>) =
-        problems.iter().filter(|problem| problem.is_error()).partition(|problem| problem.may_pass);
-    if !lasting.is_empty() || passing.is_empty() {
-        return !lasting.is_empty();
+    if problems.iter().any(|problem| problem.is_error() && !problem.may_pass) {
+        return true;
     }
-    // Free memory and the like differ with each look.
-    let what = |problem: &Problem| (problem.subject.clone(), without_digits(&problem.message));
-    known().is_some_and(|known| passing.iter().any(|problem| !known.iter().any(|known| what(known) == what(problem))))
+    let missing: Vec<_> = problems.iter().filter(|problem| problem.is_error() && problem.is_missing).collect();
+    !missing.is_empty() && known().is_some_and(|known| missing.iter().any(|problem| !known.contains(problem)))
 }
 
 /// Problems of the unchanged file. None if it is wrong: then it is being corrected.

@@ -279,8 +279,8 @@ fields! {
     /// One of `[[nets]]`.
     NetSection(Section::Net) {
         kind: String = Guest, WithNextGuest, Choice(NET_KINDS), "`user`", r#""user""#,
-            "Network type. `user`: built into QEMU, needs no privileges; the guest reaches what listens on the host's \
-             loopback address. `passt`: faster, needs no privileges; it does not. `tap`: an interface of the host.";
+            "Network type. `user`: built into QEMU, needs no privileges. `passt`: faster, needs no privileges. With both \
+             the guest reaches what listens on the host's loopback address. `tap`: an interface of the host.";
         forward: Vec<String> = Host, WithNextGuest, TextList,
             "none", r#"["127.0.0.1:8080:80", "127.0.0.1:5353:53/udp"]"#,
             "Host ports forwarded into the guest: `HOSTIP:PORT:GUESTPORT` (`[::1]:PORT:GUESTPORT`), or \

@@ -157,7 +157,8 @@ impl Disks {
                     None => Some("there is no note of the image's earlier state".to_owned()),
                 };
                 if let Some(why) = doubt {
-                    let why = if unwritten == Unwritten::Keep { under_living_guest(&why) } else { why };
+                    let is_unlocked = unwritten == Unwritten::Keep && context.config.owner == Owner::Libvirt;
+                    let why = if is_unlocked { under_living_guest(&why) } else { why };
                     warm.forget_disk(context, position, why, incarnation);
                 }
             }
@@ -283,7 +284,8 @@ impl Disks {
     }
 }
 
-/// Why the image of a guest that has outlived its keeper may have changed, and what to do then.
+/// Why the image of a domain that has outlived its keeper may have changed, and what to do then. Hearth's own QEMUs hold the lock
+/// meanwhile.
 fn under_living_guest(why: &str) -> String {
     format!(
         "{why}; so it is after the dead keeper's own last writes, but if another program has written to the image, the running guest's \

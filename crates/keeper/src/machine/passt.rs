@@ -104,8 +104,7 @@ impl Drop for Passt {
 }
 
 fn arguments(connection: RawFd, pid_file: &Path, forward: &[Forward], is_root: bool) -> Vec<String> {
-    // Services of the host that only listen on its loopback address are not the guest's.
-    let mut arguments = ["--foreground", "--no-map-gw", "--fd"].map(String::from).to_vec();
+    let mut arguments = ["--foreground", "--fd"].map(String::from).to_vec();
     arguments.extend([connection.to_string(), "--pid".to_owned(), pid_file.display().to_string()]);
     if is_root {
         // passt would switch to the user nobody, who cannot create files in the runtime folder, and end silently. It
@@ -145,10 +144,9 @@ mod tests {
     fn forwards_become_passt_ports() {
         let forward =
             Forward { protocol: Protocol::Tcp, host: "127.0.0.1".parse().unwrap(), host_port: 8080, guest_port: 80 };
-        let expected =
-            ["--foreground", "--no-map-gw", "--fd", "9", "--pid", "/run/p.pid", "--tcp-ports", "127.0.0.1/8080:80"];
+        let expected = ["--foreground", "--fd", "9", "--pid", "/run/p.pid", "--tcp-ports", "127.0.0.1/8080:80"];
         assert_eq!(arguments(9, Path::new("/run/p.pid"), &[forward], false), expected);
         let as_root = arguments(9, Path::new("/run/p.pid"), &[forward], true);
-        assert_eq!(as_root[6..8], ["--runas", "0"]);
+        assert_eq!(as_root[5..7], ["--runas", "0"]);
     }
 }

@@ -29,7 +29,7 @@ pub enum TextfileError {
     Start { path: PathBuf, source: io::Error },
 }
 
-/// Writes the file once, and from then on in a thread, until a signal ends the process. A file that cannot be written is tried again: its
+/// Writes the file in a thread, until a signal ends the process. A file that cannot be written is tried again: its
 /// folder may come later, and nothing else must wait for it.
 pub fn start(path: &Path, collector: &Arc<Collector>) -> Result<(), TextfileError> {
     let failed = |source| TextfileError::Start { path: path.to_owned(), source };
@@ -38,14 +38,13 @@ pub fn start(path: &Path, collector: &Arc<Collector>) -> Result<(), TextfileErro
     }
     let signals = Signals::new([SIGTERM, SIGINT, SIGHUP]).map_err(failed)?;
     let file = Arc::new(Mutex::new(File { path: path.to_owned(), fails: false }));
-    lock(&file).write(&metrics_text(collector));
     remove_at(signals, file.clone()).map_err(failed)?;
     let collector = collector.clone();
     let spawned = thread::Builder::new().name("textfile".to_owned()).spawn(move || {
         loop {
-            thread::sleep(EVERY);
             let text = metrics_text(&collector);
             lock(&file).write(&text);
+            thread::sleep(EVERY);
         }
     });
     spawned.map(drop).map_err(failed)

@@ -719,14 +719,14 @@ fn is_tracked(context: &Context) -> bool {
     context.config.memory.ember == EmberMode::On
 }
 
-/// Size of all files together, if they can be one memory. QEMU may claim any size; what the host has room for, it can also have.
+/// Size of all files together, if they can be one memory. QEMU may claim any size; with swap a guest may have more than the host.
 fn bytes_of(files: &[fs::File]) -> Result<u64, String> {
     let bytes = files.iter().try_fold(0_u64, |sum, file| {
         let bytes = file.metadata().map_err(|error| error.to_string())?.len();
         Ok::<_, String>(sum.saturating_add(bytes))
     })?;
     let host_bytes = HostMemory::now().map_err(|error| crate::chain(&error))?.total_bytes;
-    match bytes > host_bytes || bytes / PAGE_BYTES > u64::from(u32::MAX) {
+    match bytes > 2 * host_bytes || bytes / PAGE_BYTES > u64::from(u32::MAX) {
         true => Err(format!("it claims to have {} MiB, and the host has {}", bytes >> 20, host_bytes >> 20)),
         false => Ok(bytes),
     }

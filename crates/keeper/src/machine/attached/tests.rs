@@ -238,7 +238,7 @@ fn question_of_an_ended_qemu_changes_nothing() {
 #[test]
 fn memory_larger_than_the_host_is_not_believed() {
     let domain = Domain::new("");
-    let mut attached = domain.running(&memory(HostMemory::now().unwrap().total_bytes * 2));
+    let mut attached = domain.running(&memory(HostMemory::now().unwrap().total_bytes * 3));
     assert!(living(&attached).is_none() && has_error(&attached, "it claims to have"));
     assert_eq!(attached.context.config.guest.memory_bytes, 64 << 20);
     // What it has in truth is kept.
