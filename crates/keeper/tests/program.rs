@@ -93,6 +93,7 @@ fn host_serves_page_and_metrics_without_libvirt() {
     let mut answer = String::new();
     stream.read_to_string(&mut answer).unwrap();
     assert!(answer.starts_with("HTTP/1.1 200 OK\r\nContent-Type: text/plain; version=0.0.4\r\n"), "{answer}");
+    await_file(&textfile);
     assert!(textfile.exists());
     assert_eq!(child.try_wait().unwrap(), None, "it goes on without virsh");
     child.kill().unwrap();
@@ -243,6 +244,14 @@ fn failed_start_keeps_the_saved_boot_set() {
     }
 }
 
+/// Waits for a file, a minute at most.
+fn await_file(path: &Path) {
+    let deadline = Instant::now() + Duration::from_secs(60);
+    while !path.exists() && Instant::now() < deadline {
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
 #[test]
 fn textfile_tells_of_a_failed_start_and_goes_at_sigterm() {
     let root = tempfile::tempdir().unwrap();
@@ -256,10 +265,7 @@ fn textfile_tells_of_a_failed_start_and_goes_at_sigterm() {
     host.args(["host", "--textfile", textfile.to_str().unwrap()]);
     let mut host =
         host.env("HEARTH_RUNTIME_ROOT", root.path()).env("PATH", "/nowhere").stderr(Stdio::null()).spawn().unwrap();
-    let deadline = Instant::now() + Duration::from_secs(60);
-    while !textfile.exists() && Instant::now() < deadline {
-        std::thread::sleep(Duration::from_millis(20));
-    }
+    await_file(&textfile);
     let metrics = fs::read_to_string(&textfile);
     kill_process(Pid::from_child(&host), Signal::TERM).unwrap();
     let status = host.wait().unwrap();

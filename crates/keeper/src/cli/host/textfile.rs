@@ -100,6 +100,8 @@ fn write(path: &Path, text: &str) -> io::Result<()> {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Instant;
+
     use super::*;
     use crate::cli::survey::fake::Keepers;
 
@@ -108,6 +110,10 @@ mod tests {
         let (keepers, folder) = (Keepers::start(&["web"]), tempfile::tempdir().unwrap());
         let path = folder.path().join("hearth.prom");
         start(&path, &Collector::new(keepers.root())).unwrap();
+        let deadline = Instant::now() + Duration::from_secs(60);
+        while !path.exists() && Instant::now() < deadline {
+            thread::sleep(Duration::from_millis(1));
+        }
         let text = std::fs::read_to_string(&path).unwrap();
         assert!(text.contains("\nhearth_keeper_up{machine=\"web\"} 1\n") && text.ends_with('\n'), "{text}");
         assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o777, MODE);
