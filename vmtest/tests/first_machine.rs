@@ -139,8 +139,10 @@ fn commands_of_the_page_make_run_change_and_remove_a_machine() -> Result<()> {
 fn interrupted_new_leaves_nothing() -> Result<()> {
     let Some(host) = FreshHost::make()? else { return Ok(()) };
     let program = host.home().join("bin/qemu-system-x86_64");
-    fs::write(&program, "#!/bin/sh\nkill -INT $PPID\nPATH=${PATH#*:} exec qemu-system-x86_64 \"$@\"\n")
-        .expect("our own file");
+    // Once: a second signal ends it at once.
+    let script =
+        "#!/bin/sh\nmkdir $0.asked 2>/dev/null && kill -INT $PPID\nPATH=${PATH#*:} exec qemu-system-x86_64 \"$@\"\n";
+    fs::write(&program, script).expect("our own file");
     fs::set_permissions(&program, fs::Permissions::from_mode(0o755)).expect("our own file");
     host.must("truncate -s 1M image")?;
     let ended = host.shell("hearth new web --image image")?;
