@@ -23,10 +23,10 @@ use crate::ember::trim_order;
 use crate::incarnation::{Incarnation, IncarnationError, discard_files, lock, ram_path, remove};
 
 const PAGE: usize = PAGE_BYTES as usize;
-/// Blocks that are moved in the order of their pages, so that neighbours are read, written and released together. Until then they
-/// are in memory twice, so a batch is smaller than the slack of most guests: 16 MiB.
+/// Blocks that are moved in the order of their pages, so that neighbours are read, written and released together.
 const BATCH: usize = 4 << 10;
-/// Longest run of neighbours.
+/// Longest run of neighbours. Each is released as soon as it is written: the copies of the next ones get its memory, which the
+/// processor still has in its caches. Releasing after a whole batch took 1.5 times as long.
 const RUN: usize = 256;
 /// Most threads that move blocks. More would wait for the lock of the file that is written.
 const THREADS_MAX: usize = 4;
@@ -127,7 +127,7 @@ impl Rescue<'_> {
 
     fn move_share(&self, entries: &[Entry], to: &RamFile) -> Result<Vec<u32>, MemoryError> {
         let mut space = vec![0; RUN * PAGE];
-        let (mut taken, mut refused) = (Vec::with_capacity(entries.len()), Vec::new());
+        let mut refused = Vec::new();
         let neighbours = entries.chunk_by(|one, next| one.page.0 + 1 == next.page.0).flat_map(|run| run.chunks(RUN));
         for run in neighbours {
             let bytes = &mut space[..run.len() * PAGE];
@@ -139,18 +139,18 @@ impl Rescue<'_> {
                 run.iter().zip(bytes.chunks_exact(PAGE)).map(|(entry, page)| holds(entry, page)).collect();
             let mut at = 0;
             for part in good.chunk_by(|one, next| one == next) {
-                let pages = run[at..at + part.len()].iter().map(|entry| entry.page.0);
-                if part[0] {
-                    to.write(offset_of(run[at].page.0), &bytes[at * PAGE..(at + part.len()) * PAGE])?;
-                    taken.extend(pages.map(u64::from));
+                let (first, end) = (run[at].page.0, at + part.len());
+                if !part[0] {
+                    refused.extend(run[at..end].iter().map(|entry| entry.page.0));
                 } else {
-                    refused.extend(pages);
+                    to.write(offset_of(first), &bytes[at * PAGE..end * PAGE])?;
+                    if self.original == Original::Release {
+                        let first = u64::from(first);
+                        self.dead.ram.release(first..first + part.len() as u64)?;
+                    }
                 }
-                at += part.len();
+                at = end;
             }
-        }
-        if self.original == Original::Release {
-            self.dead.ram.release_pages(taken.into_iter())?;
         }
         Ok(refused)
     }
