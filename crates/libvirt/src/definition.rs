@@ -539,15 +539,30 @@ impl<'a, 'i> Domain<'a, 'i> {
         if self.child("launchSecurity").is_some() {
             refuse("its memory is encrypted (launchSecurity)", "");
         }
-        let plugged = self.devices.children().filter(|device| device.has_tag_name("memory"));
-        let mut models: Vec<_> = plugged.map(|memory| memory.attribute("model").unwrap_or("unknown")).collect();
+        let plugged = || self.devices.children().filter(|device| device.has_tag_name("memory"));
+        let model = |memory: Node<'a, '_>| memory.attribute("model").unwrap_or("unknown");
+        let mut models: Vec<_> = plugged().map(model).filter(|model| *model != "dimm").collect();
         models.sort_unstable();
         models.dedup();
         if !models.is_empty() {
             let models = models.join(", ");
             refuse(
-                &format!("it has memory devices ({models}) beside its memory, and Hearth keeps memory in one piece"),
-                "remove them, and give it a larger <memory>",
+                &format!("it has memory devices ({models}) that Hearth cannot keep"),
+                "remove them, or use <memory model='dimm'>",
+            );
+        }
+        if plugged().filter_map(|memory| child(memory, "source")).any(|source| child(source, "pagesize").is_some()) {
+            refuse(
+                "a memory device chooses the size of its pages, and huge pages cannot be freed one by one",
+                "remove <pagesize> from its <source>",
+            );
+        }
+        let numa = self.child("cpu").and_then(|cpu| child(cpu, "numa"));
+        let cells = numa.into_iter().flat_map(|numa| numa.children()).map(|cell| cell.attribute("memAccess"));
+        if cells.chain(plugged().map(|memory| memory.attribute("access"))).any(|access| access == Some("private")) {
+            refuse(
+                "a part of its memory is private, so its disks could not be served to it",
+                "remove memAccess='private' and access='private' from its cells and memory devices",
             );
         }
         if self.devices.children().any(pins_memory) {
@@ -1253,16 +1268,24 @@ mod tests {
             (DOMAIN.replace("<memory unit='KiB'>", "<memory unit='bushels'>"), "no size"),
             (DOMAIN.replace("x86_64", "aarch64"), "x86_64"),
             (
-                with_device("<memory model='dimm'/>\n    <memory model='virtio-mem'/>"),
-                "memory devices (dimm, virtio-mem)",
+                with_device("<memory model='dimm'/>\n    <memory model='virtio-mem'/>\n    <memory model='nvdimm'/>"),
+                "memory devices (nvdimm, virtio-mem)",
             ),
+            (with_device("<memory model='dimm' access='private'/>"), "is private"),
+            (
+                with_device("<memory model='dimm'><source><pagesize>2048</pagesize></source></memory>"),
+                "size of its pages",
+            ),
+            (with_cpu("<cpu><numa><cell/><cell memAccess='private'/></numa></cpu>"), "is private"),
         ] {
             assert!(refused(&xml).contains(why), "{why}: {}", refused(&xml));
         }
-        // The memory of several cells is one piece. What is plugged in later is not.
-        let cells = with_cpu("<cpu><numa><cell/><cell/></numa></cpu>");
-        let cells = attach(&cells, None, OnCrash::Restart, socket, sound).unwrap();
-        assert!(cells.dropped.is_empty(), "{:?}", cells.dropped);
+        // The memory of several cells and of memory modules is kept. What is plugged in later is not.
+        let cells = with_cpu("<cpu><numa><cell/><cell memAccess='shared'/></numa></cpu>");
+        for sound_memory in [cells, with_device("<memory model='dimm' access='shared'/>")] {
+            let attached = attach(&sound_memory, None, OnCrash::Restart, socket, sound).unwrap();
+            assert!(attached.dropped.is_empty(), "{:?}", attached.dropped);
+        }
         let slots = with_setting("<maxMemory slots='4' unit='GiB'>8</maxMemory>");
         let [told] = &attach(&slots, None, OnCrash::Restart, socket, sound).unwrap().dropped[..] else { panic!() };
         assert!(told.starts_with("maxMemory: "), "{told}");

@@ -17,7 +17,7 @@ pub mod room;
 mod view;
 
 pub use address::{FileOffset, GuestPhysicalAddress};
-pub use layout::{Layout, Place};
+pub use layout::{Layout, Place, PlacedFile};
 pub use ram::{MemoryError, RamFile};
 pub use replace::{Durability, fresh_file, replace_file, sync_folder_of};
 pub use view::RamView;

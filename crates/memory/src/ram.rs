@@ -20,7 +20,7 @@ const STAT_BLOCK_BYTES: u64 = 512;
 /// An open RAM file. Dropping it keeps the file, which must outlive its keeper.
 #[derive(Debug)]
 pub struct RamFile {
-    /// Usually one. Memory of several NUMA cells is one file after the other.
+    /// Usually one. Memory of several NUMA cells and memory devices is one file after the other.
     parts: Vec<Part>,
     path: PathBuf,
     bytes: u64,
@@ -143,8 +143,8 @@ impl RamFile {
     }
 
     /// Where its pages are in the guest's memory.
-    pub fn layout(&self) -> Layout {
-        self.layout
+    pub fn layout(&self) -> &Layout {
+        &self.layout
     }
 
     /// Device and inode, which identify the file in another process's mappings and behind a received descriptor.
@@ -406,7 +406,7 @@ mod tests {
         let ram = adopt().unwrap();
         touch(&ram, 3..4);
         ram.release(3..4).unwrap();
-        assert_eq!((ram.pages(), ram.residency_bytes().unwrap(), ram.layout()), (256, 0, Layout::q35(1 << 20)));
+        assert_eq!((ram.pages(), ram.residency_bytes().unwrap(), ram.layout()), (256, 0, &Layout::q35(1 << 20)));
         assert!(RamFile::adopt(vec![File::open("/dev/null").unwrap()], "null", Layout::q35(1 << 20)).is_err());
     }
 

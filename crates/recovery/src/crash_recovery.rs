@@ -143,7 +143,7 @@ pub struct Claim {
 impl Claim {
     /// Claims an incarnation that was banked with this `hold`. `ram`: its RAM.
     pub fn new(ember: Arc<Ember>, hold: Arc<Hold>, incarnation: u32, ram: &RamFile) -> Self {
-        Self { ember, hold, incarnation, layout: ram.layout(), ram_pages: ram.pages() }
+        Self { ember, hold, incarnation, layout: ram.layout().clone(), ram_pages: ram.pages() }
     }
 
     /// Gives up all page frames except `kept`. Returns the bytes that come free at once.

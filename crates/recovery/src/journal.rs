@@ -274,11 +274,14 @@ pub struct QemuIdentity {
 pub struct MemoryNote {
     /// Device and inode of its file.
     pub identity: (u64, u64),
-    /// The same of further files, each of a NUMA cell.
+    /// The same of further files, each of a NUMA cell or a memory device.
     #[serde(default)]
     pub further: Vec<(u64, u64)>,
     /// Bytes of it that the guest has below 4 GiB.
     pub low_bytes: u64,
+    /// Guest-physical addresses of memory devices. The last files are theirs.
+    #[serde(default)]
+    pub devices: Vec<u64>,
 }
 
 /// Memory and descriptors of a QEMU process at one moment.

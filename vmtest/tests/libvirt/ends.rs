@@ -296,6 +296,58 @@ fn guest_goes_on_after_libvirt_has_saved_and_restored_it() -> Result<()> {
     Ok(())
 }
 
+/// A memory module lies above the board's memory, here with a gap between them. The guest's kernel uses it when it is told to.
+#[test]
+fn memory_module_is_kept() -> Result<()> {
+    let Some(files) = Files::define("module")? else { return Ok(()) };
+    let vm = &files.vm;
+    let xml = vm.virsh("dumpxml", &["--inactive"])?;
+    let cells = format!("<numa><cell id='0' cpus='0' memory='{MEMORY_MIB}' unit='MiB'/></numa></cpu>");
+    let module = "<memory model='dimm'><target><size unit='MiB'>256</size><node>0</node></target>\
+                  <address type='dimm' slot='0' base='0x140000000'/></memory></devices>";
+    let xml = xml
+        .replace("<vcpu ", "<maxMemory slots='2' unit='GiB'>8</maxMemory><vcpu ")
+        .replace("</cpu>", &cells)
+        .replace("</devices>", module);
+    vm.must(&["virsh", "define", "/dev/stdin"], &xml)?;
+    // 5 GiB in blocks of 128 MiB. Movable memory is where a kernel has its cache first.
+    let plug_in =
+        || vm.sh("for block in 40 41; do echo online_movable >/sys/devices/system/memory/memory$block/state; done");
+    vm.attach_with("", &format!("[crash]\ndump_folder = \"{}\"", files.dump_folder().display()))?;
+    vm.start_host()?;
+    vm.start()?;
+    plug_in()?;
+    files.verify()?;
+    let cached = "awk '/, zone/ { there = /Movable/ } there && /nr_zone_.*active_file/ { sum += $2 } END { print sum }' /proc/zoneinfo";
+    let cached: u64 = vm.sh(cached)?.trim().parse().expect("a number");
+    assert!(cached >= PAGES * 9 / 10, "{cached} pages");
+    vm.virsh("destroy", &[])?;
+    vm.start()?;
+    plug_in()?;
+    files.assert_warm()?;
+    vm.kill_keeper()?;
+    vm.start_keeper()?;
+    vm.wait_until("QEMU is connected", || Ok(vm.status()?.disks.iter().all(|disk| disk.connected)))?;
+    vm.sh("echo 3 >/proc/sys/vm/drop_caches")?;
+    files.verify()?;
+    let before = vm.status()?.incarnation;
+    vm.virsh("reset", &[])?;
+    vm.wait_next_boot()?;
+    assert_eq!(vm.status()?.incarnation, before + 1);
+    plug_in()?;
+    files.assert_warm()?;
+    vm.panic()?;
+    vm.wait_next_boot()?;
+    plug_in()?;
+    files.assert_warm()?;
+    let dumped = files.wait_dump(before + 1)?;
+    assert_eq!((dumped.state, dumped.excluded.unjudged), (DumpState::Complete, 0), "{dumped:?}");
+    assert_dump(Path::new(&dumped.file), 1);
+    assert_within_budget(vm)?;
+    assert!(!vm.events()?.iter().any(|record| matches!(record.event, EventKind::Error { .. })), "{:?}", vm.events()?);
+    Ok(())
+}
+
 /// Each NUMA cell has memory of its own.
 #[test]
 fn memory_of_several_cells_is_kept() -> Result<()> {

@@ -78,7 +78,7 @@ impl<'a> Blocks<'a> {
     }
 
     /// Calls `found` with each of these pages that held a block, in order, and its number.
-    fn of(&self, pages: Range<u64>, layout: Layout, mut found: impl FnMut(u64, Entry)) {
+    fn of(&self, pages: Range<u64>, layout: &Layout, mut found: impl FnMut(u64, Entry)) {
         let ledger = lock(self.ledger);
         for pfn in pages {
             let Some(page) = ram_page(pfn, layout) else { continue };
@@ -153,18 +153,18 @@ impl CacheMap {
         limit_bytes: usize,
         give_up: &GiveUp,
     ) -> Result<Self, CacheMapError> {
-        let layout = ram.layout();
+        let layout = ram.layout().clone();
         let memory = Abandonable { dead: DeadRam::new(ram), give_up };
         let cache = Linux::find(&memory, notes).and_then(|linux| linux.page_cache());
         match give_up.why() {
             Some(why) => Err(CacheMapError::GivenUp(why)),
-            None => Ok(Self::new(&cache?, layout, blocks, limit_bytes)),
+            None => Ok(Self::new(&cache?, &layout, blocks, limit_bytes)),
         }
     }
 
     /// Lists the pages of `cache` whose disk block is in `blocks`. `layout`: of the dead guest's memory. The least used pages are left
     /// out if the text would be longer than `limit_bytes`.
-    pub fn new(cache: &PageCache, layout: Layout, blocks: &Blocks<'_>, limit_bytes: usize) -> Self {
+    pub fn new(cache: &PageCache, layout: &Layout, blocks: &Blocks<'_>, limit_bytes: usize) -> Self {
         let targets: Vec<_> = (0..cache.files.len()).map(|file| target(cache, file)).collect();
         let mut pieces = Vec::new();
         let pages: u64 = cache.runs.iter().map(|run| u64::from(run.pages)).sum();
@@ -230,7 +230,7 @@ fn target(cache: &PageCache, file: usize) -> Option<Target> {
 }
 
 /// Adds the pieces of a run, as long as there are not more than `pieces_max` in all.
-fn add_pieces(pieces: &mut Vec<Piece>, pieces_max: usize, run: CachedRun, layout: Layout, blocks: &Blocks<'_>) {
+fn add_pieces(pieces: &mut Vec<Piece>, pieces_max: usize, run: CachedRun, layout: &Layout, blocks: &Blocks<'_>) {
     let all = run.pfn..run.pfn + u64::from(run.pages);
     for first in all.clone().step_by(LOOKED_UP_PER_HOLD) {
         if pieces.len() >= pieces_max {
@@ -249,7 +249,7 @@ fn add_pieces(pieces: &mut Vec<Piece>, pieces_max: usize, run: CachedRun, layout
     }
 }
 
-fn ram_page(pfn: u64, layout: Layout) -> Option<RamPage> {
+fn ram_page(pfn: u64, layout: &Layout) -> Option<RamPage> {
     let page = layout.offset_of(address_of_pfn(pfn))?.0 / PAGE_BYTES;
     Some(RamPage(u32::try_from(page).ok()?))
 }
@@ -411,7 +411,7 @@ mod tests {
     fn map_of(cache: &PageCache, blocks: impl IntoIterator<Item = (u32, u64)>, limit_bytes: usize) -> CacheMap {
         let folder = tempfile::tempdir().unwrap();
         let layout = Layout::q35(u64::from(RAM_PAGES) * PAGE_BYTES);
-        CacheMap::new(cache, layout, &Blocks::new(&ledger(folder.path(), blocks), &[]), limit_bytes)
+        CacheMap::new(cache, &layout, &Blocks::new(&ledger(folder.path(), blocks), &[]), limit_bytes)
     }
 
     #[track_caller]
@@ -438,7 +438,7 @@ mod tests {
         let ledger = ledger(folder.path(), (100..104).map(|page| (page, u64::from(page))));
         let parted: Vec<_> = [101, 102].map(|page| lock(&ledger).entry(RamPage(page)).unwrap()).into();
         parted.iter().for_each(|entry| lock(&ledger).forget_page(entry.page));
-        let map = |parted| CacheMap::new(&cache(&[(0, ROOT)], &[RUN]), layout, &Blocks::new(&ledger, parted), 1 << 20);
+        let map = |parted| CacheMap::new(&cache(&[(0, ROOT)], &[RUN]), &layout, &Blocks::new(&ledger, parted), 1 << 20);
         assert_eq!((map(&[]).pages(), map(&parted).pages()), (2, 4));
         assert!(map(&parted).text().ends_with("read 0 0 4\n"), "{}", map(&parted).text());
     }

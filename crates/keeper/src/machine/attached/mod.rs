@@ -37,9 +37,9 @@ use hearth_api::{EmberMode, EndCause, EventKind, MachineState};
 use hearth_disk::arrival::MissPolicy;
 use hearth_disk::image::Unwritten;
 use hearth_disk::ledger::Ledger;
-use hearth_disk::server::{DiskServer, Peer, Question, ToldMemory};
+use hearth_disk::server::{DiskServer, MemoryPlace, Peer, Question, ToldMemory};
 use hearth_memory::room::HostMemory;
-use hearth_memory::{FileOffset, GuestPhysicalAddress, Layout, PAGE_BYTES, Place, RamFile};
+use hearth_memory::{FileOffset, GuestPhysicalAddress, Layout, PAGE_BYTES, Place, PlacedFile, RamFile};
 use hearth_qemu::{Process, ProcessId, memory_file_of};
 use hearth_recovery::incarnation::{Incarnation, discard_files, discard_ram, numbers_in};
 use hearth_recovery::journal::{MemoryNote, QemuIdentity};
@@ -379,6 +379,7 @@ impl Attached {
                 identity: incarnation.ram.identity(),
                 further: further.collect(),
                 low_bytes: incarnation.ram.layout().low_bytes(),
+                devices: incarnation.ram.layout().devices().map(|guest| guest.0).collect(),
             });
             self.begin_restore(pid);
             self.carry_over(incarnation);
@@ -606,8 +607,8 @@ impl Attached {
         };
         let files: Result<Vec<_>, _> = std::iter::once(note.identity).chain(note.further).map(find).collect();
         let opened = files.and_then(|files| {
-            let bytes = bytes_of(&files)?;
-            let ram = RamFile::adopt(files, &name, Layout::split_at(note.low_bytes, bytes));
+            let layout = layout_of(&files, note.low_bytes, &note.devices)?;
+            let ram = RamFile::adopt(files, &name, layout);
             let ram = ram.map_err(|error| crate::chain(&error))?;
             let (folder, number) = (&self.context.folders.memory, self.context.journal.incarnation);
             Incarnation::open_with_ram(folder, number, ram).map_err(|error| crate::chain(&error))
@@ -694,17 +695,21 @@ fn incarnation_in(context: &Context, told: &ToldMemory) -> Result<Incarnation, S
     let files: Result<Vec<_>, _> = told.files.iter().map(|told| told.file.try_clone()).collect();
     let files = files.map_err(|error| error.to_string())?;
     let bytes = bytes_of(&files)?;
-    // The memory of NUMA cells is in one piece, that of memory devices is elsewhere.
-    let (mut places, mut start) = (Vec::new(), 0);
-    for (told, file) in told.files.iter().zip(&files) {
-        places.extend(told.places.iter().map(|place| Place {
-            guest: GuestPhysicalAddress(place.guest),
-            file: FileOffset(start + place.file_offset),
-            bytes: place.bytes,
-        }));
-        start += bytes_of(std::slice::from_ref(file))?;
-    }
-    let layout = Layout::of_places(bytes, &places).ok_or("it is laid out in an unknown way, as with memory devices")?;
+    let placed: Result<Vec<_>, String> = told
+        .files
+        .iter()
+        .zip(&files)
+        .map(|(told, file)| {
+            let place = |place: &MemoryPlace| Place {
+                guest: GuestPhysicalAddress(place.guest),
+                file: FileOffset(place.file_offset),
+                bytes: place.bytes,
+            };
+            let bytes = bytes_of(std::slice::from_ref(file))?;
+            Ok(PlacedFile { bytes, places: told.places.iter().map(place).collect() })
+        })
+        .collect();
+    let layout = Layout::of_files(&placed?).ok_or("it is laid out in an unknown way")?;
     let ram = RamFile::adopt(files, &memory_name(context), layout).map_err(|error| crate::chain(&error))?;
     // Its files cannot shrink.
     if ram.bytes() != bytes {
@@ -712,6 +717,19 @@ fn incarnation_in(context: &Context, told: &ToldMemory) -> Result<Incarnation, S
     }
     let (folder, number) = (&context.folders.memory, context.journal.incarnation);
     Incarnation::with_ram(folder, number, Arc::new(ram), is_tracked(context)).map_err(|error| crate::chain(&error))
+}
+
+/// Layout of memory that an earlier keeper has noted. `devices`: addresses of the memory devices, whose files are the last.
+fn layout_of(files: &[fs::File], low_bytes: u64, devices: &[u64]) -> Result<Layout, String> {
+    // Of all files: a sum that no memory can have is refused.
+    bytes_of(files)?;
+    let at = files.len().checked_sub(devices.len()).ok_or("it has more devices than files")?;
+    let (board, plugged) = files.split_at(at);
+    let board = Layout::split_at(low_bytes, bytes_of(board)?);
+    plugged.iter().zip(devices).try_fold(board, |layout, (file, guest)| {
+        let layout = layout.with_device(GuestPhysicalAddress(*guest), bytes_of(std::slice::from_ref(file))?);
+        layout.ok_or_else(|| "its devices overlap".to_owned())
+    })
 }
 
 /// Whether the guest's blocks are noted, for the next guest. Otherwise its memory is kept only for a dump.
