@@ -336,6 +336,11 @@ fn memory_module_is_kept() -> Result<()> {
     assert_eq!(vm.status()?.incarnation, before + 1);
     plug_in()?;
     files.assert_warm()?;
+    // One that is plugged in now gets the addresses from 4 GiB on. It is neither kept nor dumped.
+    let another = "<memory model='dimm'><target><size unit='MiB'>256</size><node>0</node></target></memory>";
+    vm.must(&["virsh", "attach-device", "module", "/dev/stdin", "--live"], another)?;
+    vm.sh("until [ -e /sys/devices/system/memory/memory33/state ]; do sleep 0.1; done")?;
+    vm.sh("for block in 32 33; do echo online_movable >/sys/devices/system/memory/memory$block/state; done")?;
     vm.panic()?;
     vm.wait_next_boot()?;
     plug_in()?;
