@@ -296,6 +296,32 @@ fn guest_goes_on_after_libvirt_has_saved_and_restored_it() -> Result<()> {
     Ok(())
 }
 
+fn start_with_dumps(files: &Files) -> Result<()> {
+    let vm = &files.vm;
+    vm.attach_with("", &format!("[crash]\ndump_folder = \"{}\"", files.dump_folder().display()))?;
+    vm.start_host()?;
+    vm.start()
+}
+
+/// The next keeper of the same guest, which has nothing cached any more.
+fn replace_keeper(vm: &LibvirtVm) -> Result<()> {
+    vm.kill_keeper()?;
+    vm.start_keeper()?;
+    vm.wait_until("QEMU is connected", || Ok(vm.status()?.disks.iter().all(|disk| disk.connected)))?;
+    vm.sh("echo 3 >/proc/sys/vm/drop_caches").map(drop)
+}
+
+/// The dump of this incarnation is whole, and nothing has failed on the way.
+fn assert_dumped(files: &Files, incarnation: u32, cpus: usize) -> Result<()> {
+    let vm = &files.vm;
+    let dumped = files.wait_dump(incarnation)?;
+    assert_eq!((dumped.state, dumped.excluded.unjudged), (DumpState::Complete, 0), "{dumped:?}");
+    assert_dump(Path::new(&dumped.file), cpus);
+    assert_within_budget(vm)?;
+    assert!(!vm.events()?.iter().any(|record| matches!(record.event, EventKind::Error { .. })), "{:?}", vm.events()?);
+    Ok(())
+}
+
 /// A memory module lies above the board's memory, here with a gap between them. The guest's kernel uses it when it is told to.
 #[test]
 fn memory_module_is_kept() -> Result<()> {
@@ -313,9 +339,7 @@ fn memory_module_is_kept() -> Result<()> {
     // 5 GiB in blocks of 128 MiB. Movable memory is where a kernel has its cache first.
     let plug_in =
         || vm.sh("for block in 40 41; do echo online_movable >/sys/devices/system/memory/memory$block/state; done");
-    vm.attach_with("", &format!("[crash]\ndump_folder = \"{}\"", files.dump_folder().display()))?;
-    vm.start_host()?;
-    vm.start()?;
+    start_with_dumps(&files)?;
     plug_in()?;
     files.verify()?;
     let cached = "awk '/, zone/ { there = /Movable/ } there && /nr_zone_.*active_file/ { sum += $2 } END { print sum }' /proc/zoneinfo";
@@ -325,10 +349,7 @@ fn memory_module_is_kept() -> Result<()> {
     vm.start()?;
     plug_in()?;
     files.assert_warm()?;
-    vm.kill_keeper()?;
-    vm.start_keeper()?;
-    vm.wait_until("QEMU is connected", || Ok(vm.status()?.disks.iter().all(|disk| disk.connected)))?;
-    vm.sh("echo 3 >/proc/sys/vm/drop_caches")?;
+    replace_keeper(vm)?;
     files.verify()?;
     let before = vm.status()?.incarnation;
     vm.virsh("reset", &[])?;
@@ -345,12 +366,7 @@ fn memory_module_is_kept() -> Result<()> {
     vm.wait_next_boot()?;
     plug_in()?;
     files.assert_warm()?;
-    let dumped = files.wait_dump(before + 1)?;
-    assert_eq!((dumped.state, dumped.excluded.unjudged), (DumpState::Complete, 0), "{dumped:?}");
-    assert_dump(Path::new(&dumped.file), 1);
-    assert_within_budget(vm)?;
-    assert!(!vm.events()?.iter().any(|record| matches!(record.event, EventKind::Error { .. })), "{:?}", vm.events()?);
-    Ok(())
+    assert_dumped(&files, before + 1, 1)
 }
 
 /// Each NUMA cell has memory of its own.
@@ -372,9 +388,7 @@ fn memory_of_several_cells_is_kept() -> Result<()> {
         )?;
         files.verify()
     };
-    vm.attach_with("", &format!("[crash]\ndump_folder = \"{}\"", files.dump_folder().display()))?;
-    vm.start_host()?;
-    vm.start()?;
+    start_with_dumps(&files)?;
     verify_there()?;
     let cached = "awk '/FilePages/ { print $4 }' /sys/devices/system/node/node1/meminfo";
     let cached_kib: u64 = vm.sh(cached)?.trim().parse().expect("a number");
@@ -382,10 +396,7 @@ fn memory_of_several_cells_is_kept() -> Result<()> {
     vm.virsh("destroy", &[])?;
     vm.start()?;
     files.assert_warm()?;
-    vm.kill_keeper()?;
-    vm.start_keeper()?;
-    vm.wait_until("QEMU is connected", || Ok(vm.status()?.disks.iter().all(|disk| disk.connected)))?;
-    vm.sh("echo 3 >/proc/sys/vm/drop_caches")?;
+    replace_keeper(vm)?;
     verify_there()?;
     let before = vm.status()?.incarnation;
     vm.virsh("reset", &[])?;
@@ -395,10 +406,5 @@ fn memory_of_several_cells_is_kept() -> Result<()> {
     vm.panic()?;
     vm.wait_next_boot()?;
     files.assert_warm()?;
-    let dumped = files.wait_dump(before + 1)?;
-    assert_eq!((dumped.state, dumped.excluded.unjudged), (DumpState::Complete, 0), "{dumped:?}");
-    assert_dump(Path::new(&dumped.file), 2);
-    assert_within_budget(vm)?;
-    assert!(!vm.events()?.iter().any(|record| matches!(record.event, EventKind::Error { .. })), "{:?}", vm.events()?);
-    Ok(())
+    assert_dumped(&files, before + 1, 2)
 }

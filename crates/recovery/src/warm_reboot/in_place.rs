@@ -140,14 +140,14 @@ impl Rescue<'_> {
             let mut at = 0;
             for part in good.chunk_by(|one, next| one == next) {
                 let (first, end) = (run[at].page.0, at + part.len());
-                if !part[0] {
-                    refused.extend(run[at..end].iter().map(|entry| entry.page.0));
-                } else {
+                if part[0] {
                     to.write(offset_of(first), &bytes[at * PAGE..end * PAGE])?;
                     if self.original == Original::Release {
                         let first = u64::from(first);
                         self.dead.ram.release(first..first + part.len() as u64)?;
                     }
+                } else {
+                    refused.extend(run[at..end].iter().map(|entry| entry.page.0));
                 }
                 at = end;
             }
