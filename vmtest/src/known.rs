@@ -51,7 +51,12 @@ pub fn start_fio_on(vm: &impl Drives, device: &str) -> Result<()> {
 
 /// Starts the load on the first disk for as long as the guest lives.
 pub fn start_endless_fio(vm: &impl Drives) -> Result<()> {
-    start(vm, FIRST_DISK, "--time_based --runtime=360000")
+    start_endless_fio_on(vm, FIRST_DISK)
+}
+
+/// Starts the same load on another disk.
+pub fn start_endless_fio_on(vm: &impl Drives, device: &str) -> Result<()> {
+    start(vm, device, "--time_based --runtime=360000")
 }
 
 fn start(vm: &impl Drives, device: &str, length: &str) -> Result<()> {

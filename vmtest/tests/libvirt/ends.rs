@@ -297,10 +297,8 @@ fn guest_goes_on_after_libvirt_has_saved_and_restored_it() -> Result<()> {
 }
 
 fn start_with_dumps(files: &Files) -> Result<()> {
-    let vm = &files.vm;
-    vm.attach_with("", &format!("[crash]\ndump_folder = \"{}\"", files.dump_folder().display()))?;
-    vm.start_host()?;
-    vm.start()
+    files.vm.start_host()?;
+    files.start_with("", "")
 }
 
 /// The next keeper of the same guest, which has nothing cached any more.

@@ -3,6 +3,7 @@
 //!
 //! - the domain is on or off as the table of deaths in `docs/libvirt.md` says;
 //! - all that the guest had flushed is there, and all files are whole;
+//! - fio, which verifies what it writes to a second disk, still runs and has found no wrong block;
 //! - no process, socket or file is left over.
 //!
 //! What a service manager does is done here: killed daemons are started again, and a killed `hearth host` takes its children along.
@@ -11,7 +12,7 @@ use std::time::Duration;
 
 use hearth_api::{DumpState, MachineState};
 use hearth_vmtest::libvirt::LibvirtVm;
-use hearth_vmtest::{Drives, Random, Result};
+use hearth_vmtest::{Drives, Random, Result, known};
 
 use super::{Files, assert_within_budget};
 
@@ -90,10 +91,17 @@ impl Kills {
     fn begin(random: Random) -> Result<Option<Self>> {
         // Not a loop: how long it would wait is another test's.
         let crash = "loop_count = 1000\nloop_window_s = 1\ncompression = \"none\"";
-        let Some(files) = Files::running_with(NAME, "", crash)? else { return Ok(None) };
+        let Some(files) = Files::define_with_load(NAME)? else { return Ok(None) };
+        files.start_with("", crash)?;
         files.vm.start_host()?;
-        files.vm.sh(WRITER)?;
-        Ok(Some(Self { files, random, log: Vec::new() }))
+        let kills = Self { files, random, log: Vec::new() };
+        kills.start_writers()?;
+        Ok(Some(kills))
+    }
+
+    fn start_writers(&self) -> Result<()> {
+        self.vm().sh(WRITER)?;
+        known::start_endless_fio_on(self.vm(), "/dev/vdb")
     }
 
     fn vm(&self) -> &LibvirtVm {
@@ -151,7 +159,7 @@ impl Kills {
                 self.look_after_libvirt()?;
                 Ok(self.ready() > boots)
             })?;
-            self.vm().sh(WRITER)?;
+            self.start_writers()?;
             let began = self.vm().sh("while [ ! -s /tmp/began ]; do sleep 0.1; done; cat /tmp/began")?;
             let began: u32 = began.trim().parse().expect("the writer writes numbers");
             assert!(began >= flushed, "of {flushed} flushed records {began} are whole: {:?}", self.log);
@@ -196,6 +204,7 @@ impl Kills {
              [ ! -e /tmp/wrong ] || {{ cat /tmp/wrong; exit 1; }}"
         );
         vm.sh(&whole)?;
+        assert!(known::fio_is_content(vm)?, "{}", vm.sh("cat /tmp/fio.log")?);
         self.files.verify()?;
         vm.wait_until("the dumps end", || {
             let is_over = vm.status()?.dumps.iter().all(|dump| dump.state.is_over());
