@@ -179,6 +179,14 @@ fn assert_within_budget(vm: &LibvirtVm) -> Result<()> {
     Ok(())
 }
 
+/// The next keeper of the same guest, which has nothing cached any more.
+fn replace_keeper(vm: &LibvirtVm) -> Result<()> {
+    vm.kill_keeper()?;
+    vm.start_keeper()?;
+    vm.wait_until("QEMU is connected", || Ok(vm.status()?.disks.iter().all(|disk| disk.connected)))?;
+    vm.sh("echo 3 >/proc/sys/vm/drop_caches").map(drop)
+}
+
 /// Waits until the domain is off, and its keeper waits for nothing.
 fn wait_off(vm: &LibvirtVm) -> Result<()> {
     vm.wait_until("the domain is off", || Ok(vm.status()?.state == MachineState::Stopped))

@@ -8,7 +8,10 @@ use hearth_vmtest::libvirt::{DomainDisk, LibvirtVm};
 use hearth_vmtest::{Drives, LoopDevice, Result};
 
 use super::crashes::assert_dump;
-use super::{Deed, Files, MEMORY_MIB, PAGES, assert_within_budget, image_folder, make_files, verify_both, wait_off};
+use super::{
+    Deed, Files, MEMORY_MIB, PAGES, assert_within_budget, image_folder, make_files, replace_keeper, verify_both,
+    wait_off,
+};
 
 #[test]
 fn cache_survives_every_end_of_qemu() -> Result<()> {
@@ -299,14 +302,6 @@ fn guest_goes_on_after_libvirt_has_saved_and_restored_it() -> Result<()> {
 fn start_with_dumps(files: &Files) -> Result<()> {
     files.vm.start_host()?;
     files.start_with("", "")
-}
-
-/// The next keeper of the same guest, which has nothing cached any more.
-fn replace_keeper(vm: &LibvirtVm) -> Result<()> {
-    vm.kill_keeper()?;
-    vm.start_keeper()?;
-    vm.wait_until("QEMU is connected", || Ok(vm.status()?.disks.iter().all(|disk| disk.connected)))?;
-    vm.sh("echo 3 >/proc/sys/vm/drop_caches").map(drop)
 }
 
 /// The dump of this incarnation is whole, and nothing has failed on the way.

@@ -1,7 +1,8 @@
 //! A QEMU that does not notice that its disks have a new keeper (before 9.1; `machine/stale_session.rs` tells why).
 //!
-//! a disk stays silent -> suspend and resume, which makes QEMU start its disks again -> QEMU ended by that, which it does if it was
-//! connecting to the last keeper when that died -> start
+//! a disk stays silent -> suspend: if QEMU has not seen the last keeper's end, it tells the next one to stop queues that it does not
+//! know, and is cut off -> it connects again -> resume, which makes QEMU start its disks again -> QEMU ended by that, which it does if
+//! it was connecting to the last keeper when that died -> start
 //!
 //! This is done once for each keeper: a disk that the guest does not use stays silent, too. Whoever has suspended the domain has QEMU
 //! start its disks by resuming it.
@@ -24,6 +25,8 @@ use crate::runtime_root::RuntimeRoot;
 const PATIENCE: Duration = Duration::from_secs(5);
 /// How long QEMU may take to use its disks or to end, once it goes on.
 const OUTCOME_PATIENCE: Duration = Duration::from_secs(10);
+/// How long QEMU may take to connect again. It tries once a second.
+const RECONNECT_PATIENCE: Duration = Duration::from_secs(10);
 const LOOK_EVERY: Duration = Duration::from_millis(200);
 const RUNNING: &str = "running";
 const PAUSED: &str = "paused";
@@ -50,9 +53,11 @@ impl Silences {
         let (virsh, client) = (Virsh::system(), Client::new(root.api_socket(domain)));
         let silent_under = || client.status().ok().filter(is_silent).map(|status| status.keeper.pid);
         let uses_disks = || client.status().is_ok_and(|status| uses_disks(&status));
+        let await_connection =
+            || await_connection(|| client.status().is_ok_and(|status| status.disks.iter().all(|disk| disk.connected)));
         let folder = root.machine(domain);
         let note = folder.join(NOTE);
-        if is_noted(&folder) && resume(&virsh, domain, &note)? {
+        if is_noted(&folder) && resume(&virsh, domain, &note, await_connection)? {
             tracing::warn!(domain, "resumed, because it was suspended for a moment only");
             return await_outcome(&virsh, domain, uses_disks);
         }
@@ -66,7 +71,7 @@ impl Silences {
             tracing::warn!(domain, %error, "whoever follows would not resume the domain; it is left as it is");
             return Ok(());
         }
-        suspend_and_resume(&virsh, domain, &note)?;
+        suspend_and_resume(&virsh, domain, &note, await_connection)?;
         self.note(domain, keeper);
         await_outcome(&virsh, domain, uses_disks)
     }
@@ -86,25 +91,43 @@ pub fn is_noted(folder: &Path) -> bool {
 }
 
 /// libvirt may do either although its daemon ends before it answers. So its state decides, and the note stays until that is known.
-fn suspend_and_resume(virsh: &Virsh, domain: &str, note: &Path) -> Result<(), RecoveryError> {
+fn suspend_and_resume(
+    virsh: &Virsh,
+    domain: &str,
+    note: &Path,
+    await_connection: impl Fn(),
+) -> Result<(), RecoveryError> {
     let suspended = virsh.suspend(domain);
-    if !resume(virsh, domain, note)? {
+    if !resume(virsh, domain, note, await_connection)? {
         suspended?;
     }
     Ok(())
 }
 
 /// Resumes the domain if it is suspended, and removes the note once it is not. Returns whether it was.
-fn resume(virsh: &Virsh, domain: &str, note: &Path) -> Result<bool, RecoveryError> {
+fn resume(virsh: &Virsh, domain: &str, note: &Path, await_connection: impl Fn()) -> Result<bool, RecoveryError> {
     let is_suspended = virsh.state(domain)? == PAUSED;
-    if is_suspended && let Err(error) = virsh.resume(domain) {
-        // QEMU may have ended by that.
-        if virsh.state(domain)? == PAUSED {
-            return Err(error.into());
+    if is_suspended {
+        await_connection();
+        if let Err(error) = virsh.resume(domain) {
+            // QEMU may have ended by that.
+            if virsh.state(domain)? == PAUSED {
+                return Err(error.into());
+            }
         }
     }
     remove(note);
     Ok(is_suspended)
+}
+
+/// Waits until QEMU is connected to its disks. Without a connection it would not start them, and would not try again.
+fn await_connection(is_connected: impl Fn() -> bool) {
+    let deadline = Instant::now() + RECONNECT_PATIENCE;
+    while !is_connected() && Instant::now() < deadline {
+        thread::sleep(LOOK_EVERY);
+    }
+    // QEMU learns of a connection a little later than its keeper.
+    thread::sleep(LOOK_EVERY);
 }
 
 /// Starts the domain if its QEMU ends by its restarted disks.
@@ -151,10 +174,10 @@ mod tests {
             Virsh::with_program(path)
         };
         let after = || (fs::read_to_string(&states).unwrap().trim().to_owned(), note.exists());
-        let first = suspend_and_resume(&virsh_of("first", suspend, resume_by, state), "web", &note).is_err();
+        let first = suspend_and_resume(&virsh_of("first", suspend, resume_by, state), "web", &note, || ()).is_err();
         let after_first = after();
         let works = virsh_of("works", "exit 9", "echo running >state", "cat state");
-        let second = note.exists() && resume(&works, "web", &note).is_err();
+        let second = note.exists() && resume(&works, "web", &note, || ()).is_err();
         ([first, second], [after_first, after()])
     }
 
