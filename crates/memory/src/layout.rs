@@ -13,6 +13,9 @@ use std::ops::Range;
 use crate::{FileOffset, GuestPhysicalAddress};
 
 const FOUR_GIB: u64 = 1 << 32;
+/// Guest-physical addresses that may be no RAM, from 4 GiB to the end of the last device. A dump has a bit for each page below that end,
+/// here 32 MiB. QEMU leaves at most 1 GiB before each of 256 devices, unless the definition says where they are.
+const HOLES_BYTES_MAX: u64 = 1 << 40;
 /// pc_q35.c: start of the MMCONFIG window. RAM of this size or more is split at 2 GiB instead.
 const Q35_LOW_LIMIT: u64 = 0xb000_0000;
 const Q35_LOW_WHEN_SPLIT: u64 = 0x8000_0000;
@@ -58,11 +61,12 @@ impl Layout {
         Self { low_bytes: low_bytes.min(ram_bytes), board_bytes: ram_bytes, devices: Vec::new() }
     }
 
-    /// This layout with a memory device whose bytes follow in the file. `None` if it is not above all other memory.
+    /// This layout with a memory device whose bytes follow in the file. `None` if it is not above all other memory, or far above.
     pub fn with_device(mut self, guest: GuestPhysicalAddress, bytes: u64) -> Option<Self> {
         let device = Place { guest, file: FileOffset(self.ram_bytes()), bytes };
         let above = self.ranges().last().map_or(FOUR_GIB, |range| range.end.0).max(FOUR_GIB);
-        let fits = bytes > 0 && guest.0 >= above && guest.0.checked_add(bytes).is_some();
+        let end_max = FOUR_GIB.checked_add(device.file.0.checked_add(bytes)?)?.checked_add(HOLES_BYTES_MAX)?;
+        let fits = bytes > 0 && guest.0 >= above && guest.0.checked_add(bytes)? <= end_max;
         self.devices.push(device);
         fits.then_some(self)
     }
@@ -254,11 +258,15 @@ mod tests {
             &[place(5 * GIB, 0, 128 * MIB), place(6 * GIB, 128 * MIB, 128 * MIB)],
             &[place(3 * GIB, 0, 256 * MIB)],
             &[place(u64::MAX - MIB, 0, 256 * MIB)],
+            // A dump would be larger than any host.
+            &[place(1 << 60, 0, 256 * MIB)],
+            &[place(2 << 40, 0, 256 * MIB)],
             &overlapping,
             &[],
         ] {
             assert_eq!(told(&[board, (256 * MIB, refused)]), None, "{refused:?}");
         }
+        assert!(told(&[board, (256 * MIB, &[place(1 << 40, 0, 256 * MIB)])]).is_some());
         assert_eq!(told(&[board, (256 * MIB, &other), (256 * MIB, &one)]), None, "not by address");
         assert_eq!(told(&[]), None);
     }
