@@ -25,6 +25,10 @@ const SHARED: [&str; 2] = ["source", "access"];
 /// The model of the panic device that `attach` adds.
 const PANIC: &str = "isa";
 const MIB: u64 = 1 << 20;
+/// Memory regions that QEMU tells a vhost-user server of which does not ask for more (VHOST_MEMORY_BASELINE_NREGIONS).
+const PIECES_MAX: usize = 8;
+/// Least memory of a board that QEMU's q35 puts on both sides of the hole below 4 GiB.
+const SPLIT_BYTES: u64 = 0xb000_0000;
 
 /// Elements of a disk that stay in the definition: they place the disk on the guest's bus.
 const PLACE: [&str; 5] = ["target", "boot", "alias", "acpi", "address"];
@@ -474,21 +478,28 @@ impl<'a, 'i> Domain<'a, 'i> {
     }
 
     pub fn memory_bytes(&self) -> Option<u64> {
-        let memory = self.child("memory")?;
-        let number: u64 = memory.text()?.trim().parse().ok()?;
-        let unit = match memory.attribute("unit").unwrap_or("KiB") {
-            "b" | "bytes" => 1,
-            "KB" => 1000,
-            "k" | "KiB" => 1 << 10,
-            "MB" => 1_000_000,
-            "M" | "MiB" => 1 << 20,
-            "GB" => 1_000_000_000,
-            "G" | "GiB" => 1 << 30,
-            "TB" => 1_000_000_000_000,
-            "T" | "TiB" => 1 << 40,
-            _ => return None,
-        };
-        number.checked_mul(unit)
+        size_of(self.child("memory")?)
+    }
+
+    /// Memory that is plugged into the board, such as modules.
+    fn memory_devices(&self) -> impl Iterator<Item = Node<'a, 'i>> + use<'a, 'i> {
+        self.devices.children().filter(|device| device.has_tag_name("memory"))
+    }
+
+    fn cells(&self) -> impl Iterator<Item = Node<'a, 'i>> + use<'a, 'i> {
+        let numa = self.child("cpu").and_then(|cpu| child(cpu, "numa"));
+        numa.into_iter().flat_map(|numa| numa.children()).filter(|node| node.has_tag_name("cell"))
+    }
+
+    /// Pieces of memory that QEMU tells a disk of, at most: each cell and module, what is above 4 GiB, and what UEFI sets apart below
+    /// 1 MiB.
+    fn memory_pieces(&self) -> usize {
+        let modules = self.memory_devices().filter_map(|memory| size_of(child(child(memory, "target")?, "size")?));
+        let board_bytes = self.memory_bytes().unwrap_or(0).saturating_sub(modules.sum());
+        let os = self.child("os");
+        let is_uefi = os.is_some_and(|os| os.attribute("firmware") == Some("efi") || child(os, "loader").is_some());
+        let parts = usize::from(board_bytes >= SPLIT_BYTES) + usize::from(is_uefi);
+        self.cells().count().max(1) + self.memory_devices().count() + parts
     }
 
     /// A target that no disk has, late in the alphabet.
@@ -539,7 +550,7 @@ impl<'a, 'i> Domain<'a, 'i> {
         if self.child("launchSecurity").is_some() {
             refuse("its memory is encrypted (launchSecurity)", "");
         }
-        let plugged = || self.devices.children().filter(|device| device.has_tag_name("memory"));
+        let plugged = || self.memory_devices();
         let model = |memory: Node<'a, '_>| memory.attribute("model").unwrap_or("unknown");
         let mut models: Vec<_> = plugged().map(model).filter(|model| *model != "dimm").collect();
         models.sort_unstable();
@@ -557,12 +568,20 @@ impl<'a, 'i> Domain<'a, 'i> {
                 "remove <pagesize> from its <source>",
             );
         }
-        let numa = self.child("cpu").and_then(|cpu| child(cpu, "numa"));
-        let cells = numa.into_iter().flat_map(|numa| numa.children()).map(|cell| cell.attribute("memAccess"));
+        let cells = self.cells().map(|cell| cell.attribute("memAccess"));
         if cells.chain(plugged().map(|memory| memory.attribute("access"))).any(|access| access == Some("private")) {
             refuse(
                 "a part of its memory is private, so its disks could not be served to it",
                 "remove memAccess='private' and access='private' from its cells and memory devices",
+            );
+        }
+        let pieces = self.memory_pieces();
+        if pieces > PIECES_MAX {
+            refuse(
+                &format!(
+                    "its memory is in up to {pieces} pieces, and QEMU tells a vhost-user disk of {PIECES_MAX} at most"
+                ),
+                "give it fewer and larger memory devices or cells",
             );
         }
         if self.devices.children().any(pins_memory) {
@@ -666,6 +685,24 @@ fn pins_memory(device: Node<'_, '_>) -> bool {
     device.has_tag_name("hostdev") && matches!(kind, Some("pci" | "mdev"))
         || device.has_tag_name("interface") && matches!(kind, Some("hostdev" | "vdpa"))
         || device.has_tag_name("disk") && matches!(kind, Some("nvme" | "vhostvdpa"))
+}
+
+/// A number of bytes with its unit.
+fn size_of(element: Node<'_, '_>) -> Option<u64> {
+    let number: u64 = element.text()?.trim().parse().ok()?;
+    let unit = match element.attribute("unit").unwrap_or("KiB") {
+        "b" | "bytes" => 1,
+        "KB" => 1000,
+        "k" | "KiB" => 1 << 10,
+        "MB" => 1_000_000,
+        "M" | "MiB" => 1 << 20,
+        "GB" => 1_000_000_000,
+        "G" | "GiB" => 1 << 30,
+        "TB" => 1_000_000_000_000,
+        "T" | "TiB" => 1 << 40,
+        _ => return None,
+    };
+    number.checked_mul(unit)
 }
 
 /// A setting of a disk, and why it has no effect.
@@ -1256,6 +1293,19 @@ mod tests {
     }
 
     #[test]
+    fn every_piece_of_memory_counts() {
+        let pieces = |xml: &str| Domain::of(&Document::parse(xml).unwrap()).unwrap().memory_pieces();
+        let module = "<memory model='dimm'><target><size unit='GiB'>4</size></target></memory>";
+        let large = |xml: &str| xml.replace("<memory unit='KiB'>", "<memory unit='KiB'>1000");
+        assert_eq!(pieces(DOMAIN), 1);
+        assert_eq!(pieces(&with_cpu("<cpu><numa><cell/><cell/></numa></cpu>")), 2);
+        assert_eq!(pieces(&with_device(&module.repeat(3))), 4);
+        // A part of it is above 4 GiB.
+        assert_eq!(pieces(&large(DOMAIN)), 2);
+        assert_eq!(pieces(&DOMAIN.replace("<os>", "<os firmware='efi'>")), 2);
+    }
+
+    #[test]
     fn domain_that_cannot_be_attached_is_told_all_reasons() {
         let memory = |element: &str| with_setting(&format!("<memoryBacking>{element}</memoryBacking>"));
         for (xml, why) in [
@@ -1277,6 +1327,7 @@ mod tests {
                 "size of its pages",
             ),
             (with_cpu("<cpu><numa><cell/><cell memAccess='private'/></numa></cpu>"), "is private"),
+            (with_device(&"<memory model='dimm'/>".repeat(8)), "in up to 9 pieces"),
         ] {
             assert!(refused(&xml).contains(why), "{why}: {}", refused(&xml));
         }
