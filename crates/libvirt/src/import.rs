@@ -572,7 +572,11 @@ fn devices(domain: &Domain<'_, '_>, left: &mut Lefts) {
     if elements(domain.devices, "memballoon").any(|balloon| balloon.attribute("model") != Some("none")) {
         left.add("memballoon", "a machine has no balloon: the guest keeps the memory that it was given");
     }
-    if elements(domain.devices, "memory").next().is_some() {
+    let stores = |memory: Node<'_, '_>| matches!(memory.attribute("model"), Some("nvdimm" | "virtio-pmem"));
+    if elements(domain.devices, "memory").any(stores) {
+        left.add("persistent memory", "a machine has none; what the guest has stored there stays in its file");
+    }
+    if elements(domain.devices, "memory").any(|memory| !stores(memory)) {
         left.add("memory devices", "they become a part of the machine's memory, which is one piece");
     }
     let is_virtio = |console: Node<'_, '_>| attribute_of(console, "target", "type") == Some("virtio");
@@ -812,6 +816,7 @@ mod tests {
             ("<redirdev bus='usb' type='spicevmc'/>", "redirdev", "USB"),
             ("<serial type='pty'/>", "further consoles", "ttyS0"),
             ("<memory model='dimm'/>", "memory devices", "one piece"),
+            ("<memory model='nvdimm'/>", "persistent memory", "stays in its file"),
             ("<watchdog model='i6300esb' action='poweroff'/>", "watchdog i6300esb, poweroff", "[watchdog]"),
         ] {
             left(&with_device(element), what, why);

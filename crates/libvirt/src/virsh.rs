@@ -232,7 +232,10 @@ fn judged(arguments: &[&str], Output { status, stdout, stderr }: Output) -> Resu
     if status.success() {
         return Ok(String::from_utf8_lossy(&stdout).into_owned());
     }
-    let said = error_of(&String::from_utf8_lossy(&stderr));
+    let mut said = error_of(&String::from_utf8_lossy(&stderr));
+    if said.contains("failed to get domain") {
+        said += " (`virsh list --all` shows all domains)";
+    }
     Err(VirshError::Failed { what: arguments.join(" "), said })
 }
 

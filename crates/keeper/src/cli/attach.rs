@@ -6,7 +6,7 @@
 
 use std::collections::HashMap;
 use std::fs;
-use std::io::{self, BufRead, IsTerminal};
+use std::io;
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 
@@ -113,7 +113,7 @@ pub fn attach(context: &mut Context<'_>, arguments: &AttachArguments) -> Result<
     if arguments.check {
         return report(context, &attached, &attachment, &diff, false);
     }
-    if !arguments.yes && !confirmed(context, &name)? {
+    if !arguments.yes && !context.confirmed("Attach", "attached", &name)? {
         return Ok(Exit::Failed);
     }
     hook::install().map_err(|source| CliError::File { path: hook::PATH.into(), source })?;
@@ -475,18 +475,6 @@ fn report(
         })?;
     }
     Ok(Exit::Done)
-}
-
-fn confirmed(context: &mut Context<'_>, name: &str) -> Result<bool, CliError> {
-    if !io::stdin().is_terminal() {
-        let what = "is not attached: nobody can be asked here; add --yes".to_owned();
-        return Err(CliError::Machine { name: name.to_owned(), what });
-    }
-    write!(context.out, "\nAttach {name}? [y/N] ")?;
-    context.out.flush()?;
-    let mut answer = String::new();
-    io::stdin().lock().read_line(&mut answer)?;
-    Ok(matches!(answer.trim(), "y" | "Y" | "yes"))
 }
 
 #[cfg(test)]

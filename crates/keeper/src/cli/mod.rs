@@ -5,7 +5,7 @@
 //! Verbs that name a machine use its API like any other client; only `run` and `check` look at the host. Results go to
 //! standard output, as text or, with `--json`, as JSON. An error goes to standard error, once, as a chain.
 
-use std::io::{self, Write};
+use std::io::{self, BufRead, IsTerminal, Write};
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -851,6 +851,19 @@ impl Context<'_> {
             true => self.write_json(&serde_json::json!({ "name": name, "message": message })),
             false => self.write_line(message),
         }
+    }
+
+    /// Asks whether to go on. `verb` and `done` as in "Remove" and "removed". With `--json` the output is for a program.
+    fn confirmed(&mut self, verb: &str, done: &str, name: &str) -> Result<bool, CliError> {
+        if self.json || !io::stdin().is_terminal() {
+            let what = format!("is not {done}: nobody can be asked here; add --yes");
+            return Err(CliError::Machine { name: name.to_owned(), what });
+        }
+        write!(self.out, "\n{verb} {name}? [y/N] ")?;
+        self.out.flush()?;
+        let mut answer = String::new();
+        io::stdin().lock().read_line(&mut answer)?;
+        Ok(matches!(answer.trim(), "y" | "Y" | "yes"))
     }
 
     fn write_line(&mut self, line: &str) -> Result<(), CliError> {

@@ -9,7 +9,7 @@
 use std::collections::BTreeSet;
 use std::ffi::OsStr;
 use std::fs::{self, File};
-use std::io::{self, BufRead, IsTerminal};
+use std::io;
 use std::path::{Path, PathBuf};
 
 use clap::Args;
@@ -64,7 +64,7 @@ pub fn remove(context: &mut Context<'_>, arguments: &RemoveArguments) -> Result<
     if !context.json {
         tell(context, &plan)?;
     }
-    if !arguments.yes && !confirmed(context, home.name())? {
+    if !arguments.yes && !context.confirmed("Remove", "removed", home.name())? {
         return Ok(Exit::Failed);
     }
     // A `set` under way would bring the file back.
@@ -270,18 +270,6 @@ fn tell(context: &mut Context<'_>, plan: &Plan) -> Result<(), CliError> {
         }
     }
     Ok(())
-}
-
-fn confirmed(context: &mut Context<'_>, name: &str) -> Result<bool, CliError> {
-    if context.json || !io::stdin().is_terminal() {
-        let what = "is not removed: nobody can be asked here; add --yes".to_owned();
-        return Err(CliError::Machine { name: name.to_owned(), what });
-    }
-    write!(context.out, "\nRemove {name}? [y/N] ")?;
-    context.out.flush()?;
-    let mut answer = String::new();
-    io::stdin().lock().read_line(&mut answer)?;
-    Ok(matches!(answer.trim(), "y" | "Y" | "yes"))
 }
 
 fn carry_out(plan: &Plan) -> Result<(), CliError> {
