@@ -5,12 +5,14 @@ use hearth_vmtest::libvirt::{Domain, DomainDisk, LibvirtVm};
 use hearth_vmtest::{Drives, Result, artifacts, boot_disk};
 
 use super::{
-    Deed, Files, MEMORY_MIB, PAGES, assert_warm, assert_within_budget, image_folder, make_files, verify, verify_both,
+    Deed, Files, MEMORY_MIB, PAGES, assert_warm_with, assert_within_budget, image_folder, make_files, verify,
+    verify_both,
 };
 
-/// Resets the guest in each of these ways. Each time the old blocks of this disk are moved out, and the next guest finds them.
+/// Resets the guest in each of these ways. Each time the old blocks of this disk are moved out, at least so many, and the next guest
+/// finds them.
 #[track_caller]
-fn assert_warm_after_each(vm: &LibvirtVm, disk: &str, resets: &[(&str, Deed)]) -> Result<()> {
+fn assert_warm_after_each(vm: &LibvirtVm, disk: &str, pages_kept: u64, resets: &[(&str, Deed)]) -> Result<()> {
     vm.start_host()?;
     for (number, (what, reset)) in resets.iter().enumerate() {
         verify(vm, disk)?;
@@ -19,7 +21,7 @@ fn assert_warm_after_each(vm: &LibvirtVm, disk: &str, resets: &[(&str, Deed)]) -
         vm.wait_next_boot()?;
         assert_eq!(vm.qemu_pid()?, pid, "{what}: the same QEMU");
         assert_eq!(vm.status()?.incarnation, number as u32 + 2, "{what}");
-        assert_warm(vm, disk)?;
+        assert_warm_with(vm, disk, pages_kept)?;
         let moved = |event: &EventKind| matches!(event, EventKind::BlocksRescued { released: true, left: 0, .. });
         let events = vm.events()?;
         assert_eq!(events.iter().filter(|record| moved(&record.event)).count(), number + 1, "{what}: {events:?}");
@@ -37,7 +39,7 @@ fn cache_survives_resets_in_place() -> Result<()> {
         ("virsh reset", |vm| vm.virsh("reset", &[]).map(drop)),
         ("panic", Drives::panic),
     ];
-    assert_warm_after_each(&files.vm, "vda", &resets)
+    assert_warm_after_each(&files.vm, "vda", PAGES, &resets)
 }
 
 /// Nobody says that the guest was reset, so no page of it is touched.
@@ -86,7 +88,8 @@ fn cache_survives_resets_of_a_domain_that_uefi_boots() -> Result<()> {
     vm.hearth(&["attach", "uefi", "--yes"])?;
     vm.start()?;
     let reset: (&str, Deed) = ("virsh reset", |vm| vm.virsh("reset", &[]).map(drop));
-    assert_warm_after_each(&vm, "vdb", &[reset; 2])
+    // UEFI writes over some memory before it comes to the disks, for example that from 9 to 16 MiB.
+    assert_warm_after_each(&vm, "vdb", PAGES * 49 / 50, &[reset; 2])
 }
 
 /// Both disks wait while the blocks are moved, and libvirt's next order waits for QEMU.
