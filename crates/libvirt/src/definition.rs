@@ -495,7 +495,7 @@ impl<'a, 'i> Domain<'a, 'i> {
     /// 1 MiB.
     fn memory_pieces(&self) -> usize {
         let modules = self.memory_devices().filter_map(|memory| size_of(child(child(memory, "target")?, "size")?));
-        let board_bytes = self.memory_bytes().unwrap_or(0).saturating_sub(modules.sum());
+        let board_bytes = self.memory_bytes().unwrap_or(0).saturating_sub(modules.fold(0, u64::saturating_add));
         let os = self.child("os");
         let is_uefi = os.is_some_and(|os| os.attribute("firmware") == Some("efi") || child(os, "loader").is_some());
         let parts = usize::from(board_bytes >= SPLIT_BYTES) + usize::from(is_uefi);
@@ -1303,6 +1303,8 @@ mod tests {
         // A part of it is above 4 GiB.
         assert_eq!(pieces(&large(DOMAIN)), 2);
         assert_eq!(pieces(&DOMAIN.replace("<os>", "<os firmware='efi'>")), 2);
+        // libvirt defines no such domain.
+        assert_eq!(pieces(&with_device(&module.replace(">4<", ">17179869183<").repeat(2))), 3);
     }
 
     #[test]
