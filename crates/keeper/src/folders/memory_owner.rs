@@ -13,7 +13,7 @@ use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 use hearth_qemu::{processes_naming, runtime_folder_of};
-use rustix::fs::{FlockOperation, flock};
+use rustix::fs::{AtFlags, CWD, FlockOperation, StatxFlags, flock, statx};
 use rustix::io::Errno;
 
 use super::{FolderError, existing, take};
@@ -81,7 +81,19 @@ pub fn leave_if_empty(memory: &Path) -> io::Result<()> {
 pub fn qemus_of(runtime: &Path, memory: &Path) -> Vec<u32> {
     let runtime = resolved(runtime);
     let is_ours = |pid: &u32| runtime_folder_of(*pid).is_some_and(|folder| resolved(&folder) == runtime);
-    processes_naming(&memory.join("ram-")).into_iter().filter(is_ours).collect()
+    qemus_in(memory).filter(is_ours).collect()
+}
+
+/// Pids of QEMUs that name a RAM file in this memory folder. In a container, the same path may be another folder.
+fn qemus_in(memory: &Path) -> impl Iterator<Item = u32> {
+    let is_here = |pid: &u32| !has_other_mounts(*pid) || maps_file_in(*pid, memory);
+    processes_naming(&memory.join("ram-")).into_iter().filter(is_here)
+}
+
+/// Whether the process is known to be in another mount namespace.
+fn has_other_mounts(pid: u32) -> bool {
+    let (theirs, ours) = (fs::read_link(format!("/proc/{pid}/ns/mnt")), fs::read_link("/proc/self/ns/mnt"));
+    theirs.is_ok_and(|theirs| ours.is_ok_and(|ours| theirs != ours))
 }
 
 fn why_others(owner: &Path, is_locked: bool, runtime: &Path, memory: &Path) -> Option<String> {
@@ -89,7 +101,7 @@ fn why_others(owner: &Path, is_locked: bool, runtime: &Path, memory: &Path) -> O
     if is_locked && is_others {
         return Some(keeper_runs(owner));
     }
-    for pid in processes_naming(&memory.join("ram-")) {
+    for pid in qemus_in(memory) {
         let folder = runtime_folder_of(pid).map(|folder| resolved(&folder));
         // Any process may name a RAM file on its command line. Only a process with access to the folder can map it.
         if let Some(folder) = folder.filter(|folder| folder != runtime && maps_file_in(pid, memory)) {
@@ -104,13 +116,29 @@ fn keeper_runs(owner: &Path) -> String {
     format!("the keeper of {} runs", owner.display())
 }
 
+/// Whether the process maps a RAM file of this folder. A file with the same path on another file system is none of it.
 fn maps_file_in(pid: u32, folder: &Path) -> bool {
     let Ok(folder) = fs::canonicalize(folder) else { return false };
     let Ok(maps) = File::open(format!("/proc/{pid}/maps")) else { return false };
+    let device = file_system_of(&folder);
+    let is_there = |found: &[u8]| device.as_ref().is_none_or(|device| device.as_bytes() == found);
     let prefix = [folder.as_os_str().as_bytes(), b"/ram-"].concat();
-    // Line by line: a process can have as many mappings as it likes.
+    // Addresses, rights, offset, device, inode, path. Line by line: a process can have as many mappings as it likes.
     let mut lines = BufReader::new(maps).split(b'\n').map_while(Result::ok);
-    lines.any(|line| line.windows(prefix.len()).any(|bytes| bytes == prefix))
+    lines.any(|line| {
+        line.windows(prefix.len()).any(|bytes| bytes == prefix)
+            && line.split(|&byte| byte == b' ').nth(3).is_some_and(is_there)
+    })
+}
+
+/// Numbers of the folder's file system, as `/proc/PID/maps` writes them. `stat` has others for a subvolume of Btrfs.
+fn file_system_of(folder: &Path) -> Option<String> {
+    let mount = statx(CWD, folder, AtFlags::empty(), StatxFlags::MNT_ID).ok()?.stx_mnt_id.to_string();
+    let mounts = fs::read_to_string("/proc/self/mountinfo").ok()?;
+    let mut lines = mounts.lines().map(|line| line.split(' '));
+    let numbers = lines.find_map(|mut words| (words.next()? == mount).then(|| words.nth(1))?)?;
+    let (major, minor) = numbers.split_once(':')?;
+    Some(format!("{:02x}:{:02x}", major.parse::<u32>().ok()?, minor.parse::<u32>().ok()?))
 }
 
 pub(super) fn read(file: &mut File) -> io::Result<PathBuf> {
@@ -134,6 +162,8 @@ fn holds_nothing(memory: &Path) -> io::Result<bool> {
 
 #[cfg(test)]
 mod tests {
+    use std::process::{Command, Stdio};
+
     use super::*;
     use crate::folders::Folders;
 
@@ -166,6 +196,33 @@ mod tests {
         assert_eq!(fs::read_dir(&memory).unwrap().count(), 0);
         drop(owner);
         Folders::prepare("other", &other, &memory).unwrap();
+    }
+
+    #[test]
+    fn a_qemu_with_the_same_path_in_a_container_is_none_of_ours() {
+        let folder = tempfile::tempdir_in("/dev/shm").unwrap();
+        let memory = folder.path();
+        let ram = memory.join("ram-1");
+        // A program that is the RAM file, so it maps it.
+        let check = |mounts: &str, is_here: bool| {
+            let script = format!(
+                "{mounts} cp /bin/sh {ram}; LD_PRELOAD={folder}/container/pin.so exec {ram} -c 'echo; read end' \
+                 sh memory-backend-file,id=ram,mem-path={ram}",
+                ram = ram.display(),
+                folder = memory.display()
+            );
+            let mut qemu = Command::new("unshare");
+            qemu.args(["--user", "--map-root-user", "--mount", "sh", "-c", &script]);
+            let mut qemu = qemu.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap();
+            qemu.stdout.as_mut().unwrap().read_exact(&mut [0]).unwrap();
+            let ours = qemus_of(&memory.join("container"), memory);
+            let others = look(&memory.join("host"), memory);
+            drop(qemu.stdin.take());
+            qemu.wait().unwrap();
+            assert_eq!((ours == [qemu.id()], others.is_some()), (is_here, is_here), "{mounts:?}: {ours:?}, {others:?}");
+        };
+        check("", true);
+        check(&format!("mount -t tmpfs own {};", memory.display()), false);
     }
 
     #[test]
