@@ -39,7 +39,7 @@ use hearth_vmtest::libvirt::{Domain, DomainDisk, LibvirtVm};
 use hearth_vmtest::{Drives, Result};
 use tempfile::TempDir;
 
-const FILES: usize = 48;
+const FILES: usize = 16;
 const FILE_BYTES: usize = 1 << 20;
 const PAGES: u64 = (FILES * FILE_BYTES / 4096) as u64;
 const SEED: u64 = 1;
