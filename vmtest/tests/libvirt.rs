@@ -134,6 +134,15 @@ impl Files {
         verify(&self.vm, "vda")
     }
 
+    /// Ends the guest's writes, and waits until the keeper has noted the last one: only then the next keeper knows the image as this
+    /// one has left it.
+    fn wait_noted(&self, name: &str) -> Result<()> {
+        self.vm.sh("mount -o remount,ro /mnt")?;
+        let (note, image) = (format!("/dev/shm/hearth/{name}/image-notes"), self.image.display().to_string());
+        let is_noted = || Ok(self.vm.command(&["test", &note, "-nt", &image], "")?.status.success());
+        self.vm.wait_until("a note of the last write", is_noted)
+    }
+
     fn ember(&self) -> Result<EmberStatus> {
         Ok(self.vm.status()?.ember)
     }

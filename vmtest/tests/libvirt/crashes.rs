@@ -74,12 +74,7 @@ fn crashed_guest_waits_for_the_host_daemon() -> Result<()> {
     let Some(files) = Files::running_with("waits", "", crash)? else { return Ok(()) };
     let vm = &files.vm;
     files.verify()?;
-    // The next keeper is to know the image as this one has left it.
-    vm.sh("mount -o remount,ro /mnt")?;
-    let image = files.image.display().to_string();
-    let is_noted =
-        || Ok(vm.command(&["test", "/dev/shm/hearth/waits/image-notes", "-nt", &image], "")?.status.success());
-    vm.wait_until("a note of the last write", is_noted)?;
+    files.wait_noted("waits")?;
     vm.panic()?;
     vm.wait_state("crashed")?;
     vm.kill_keeper()?;
