@@ -1,7 +1,7 @@
 //! Disk images, made on the host without mounting anything: `mke2fs -d` and `mkfs.xfs -p` fill a file system as they make it.
 
 use std::fs;
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::Path;
 use std::process::Command;
 
@@ -33,6 +33,13 @@ pub const XFS_LOG_MIB_MIN: u64 = 64;
 
 /// A btrfs with space for some files: mkfs.btrfs makes none of less than 109 MiB.
 const BTRFS_MIB_MIN: u64 = 256;
+
+/// Whether these are a keeper's notes of the image, the first disk's, as it is at present.
+pub fn is_noted(notes: &[u8], image: &Path) -> Result<bool> {
+    let image = at("look at", image, fs::metadata(image))?;
+    let notes: serde_json::Value = serde_json::from_slice(notes).unwrap_or_default();
+    Ok(notes["disks"][0]["rest"][0]["changed"] == serde_json::json!([image.ctime(), image.ctime_nsec()]))
+}
 
 /// An image of zeros: a sparse file.
 pub fn empty(image: &Path, mib: u64) -> Result<()> {

@@ -18,13 +18,12 @@ mod pmem;
 #[path = "fast_remount/strangers.rs"]
 mod strangers;
 
-use std::os::unix::fs::{FileExt, MetadataExt};
+use std::os::unix::fs::FileExt;
 use std::time::Instant;
 
 use hearth_api::{RemountLater, RemountPlan, RemountVolume};
-use hearth_vmtest::{Disk, Drives, Result, START_AGENT, TestVm, TestVmBuilder, Volumes, event, patience, web};
+use hearth_vmtest::{Disk, Drives, Result, START_AGENT, TestVm, TestVmBuilder, Volumes, event, images, patience, web};
 use rustix::process::{Pid, Signal, kill_process};
-use serde_json::Value;
 use toml::Table;
 
 /// A boot that ends only when the test says so.
@@ -172,7 +171,7 @@ fn smaller_limit_drops_only_what_does_not_fit() -> Result<()> {
     let volumes = Volumes::make(4)?;
     let vm = machine("limit", &volumes).boot()?;
     let give = |old: &str, new: &str| -> Result<RemountPlan> {
-        wait_noted(&vm);
+        wait_noted(&vm)?;
         vm.kill_keeper()?;
         let file = vm.folder().join("machine.toml");
         let text = std::fs::read_to_string(&file).expect("our own file");
@@ -277,25 +276,20 @@ touch /run/asked"#;
 
 /// Kills keeper and QEMU, once the image's state is noted.
 fn end_all(vm: &TestVm) -> Result<()> {
-    wait_noted(vm);
+    wait_noted(vm)?;
     kill_all(vm)
 }
 
 /// Waits until the keeper has noted the image's present state.
-fn wait_noted(vm: &TestVm) {
+fn wait_noted(vm: &TestVm) -> Result<()> {
     let (note, image) = (vm.memory_folder().join("image-notes"), vm.folder().join("disk0.img"));
     let deadline = Instant::now() + patience(20);
-    loop {
-        let image = std::fs::metadata(&image).expect("our own image");
-        let text = std::fs::read(&note).unwrap_or_default();
-        let noted: Value = serde_json::from_slice(&text).unwrap_or_default();
-        let changed = serde_json::json!([image.ctime(), image.ctime_nsec()]);
-        if noted["disks"][0]["rest"][0]["changed"] == changed {
-            break;
-        }
-        assert!(Instant::now() < deadline, "the note does not match the image: {noted}");
+    let read = || std::fs::read(&note).unwrap_or_default();
+    while !images::is_noted(&read(), &image)? {
+        assert!(Instant::now() < deadline, "the note does not match the image: {}", String::from_utf8_lossy(&read()));
         std::thread::sleep(std::time::Duration::from_millis(20));
     }
+    Ok(())
 }
 
 fn kill_all(vm: &TestVm) -> Result<()> {

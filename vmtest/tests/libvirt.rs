@@ -136,11 +136,12 @@ impl Files {
 
     /// Ends the guest's writes, and waits until the keeper has noted the last one: only then the next keeper knows the image as this
     /// one has left it.
-    fn wait_noted(&self, name: &str) -> Result<()> {
+    fn wait_noted(&self) -> Result<()> {
         self.vm.sh("mount -o remount,ro /mnt")?;
-        let (note, image) = (format!("/dev/shm/hearth/{name}/image-notes"), self.image.display().to_string());
-        let is_noted = || Ok(self.vm.command(&["test", &note, "-nt", &image], "")?.status.success());
-        self.vm.wait_until("a note of the last write", is_noted)
+        let notes = format!("/dev/shm/hearth/{}/image-notes", self.vm.status()?.name);
+        self.vm.wait_until("a note of the last write", || {
+            images::is_noted(&self.vm.command(&["cat", &notes], "")?.stdout, &self.image)
+        })
     }
 
     fn ember(&self) -> Result<EmberStatus> {

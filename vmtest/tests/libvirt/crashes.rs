@@ -74,7 +74,7 @@ fn crashed_guest_waits_for_the_host_daemon() -> Result<()> {
     let Some(files) = Files::running_with("waits", "", crash)? else { return Ok(()) };
     let vm = &files.vm;
     files.verify()?;
-    files.wait_noted("waits")?;
+    files.wait_noted()?;
     vm.panic()?;
     vm.wait_state("crashed")?;
     vm.kill_keeper()?;

@@ -40,7 +40,7 @@ fn qemu_that_cannot_use_its_disk_again_is_replaced() -> Result<()> {
     let Some(files) = Files::running("replaced")? else { return Ok(()) };
     let vm = &files.vm;
     files.verify()?;
-    files.wait_noted("replaced")?;
+    files.wait_noted()?;
     // QEMU's end is known to its keeper before libvirt says so.
     let resumed = vm.folder().join("resumed").display().to_string();
     let says_late = format!(

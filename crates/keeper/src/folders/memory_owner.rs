@@ -81,13 +81,9 @@ pub fn leave_if_empty(memory: &Path) -> io::Result<()> {
 pub fn qemus_of(runtime: &Path, memory: &Path) -> Vec<u32> {
     let runtime = resolved(runtime);
     let is_ours = |pid: &u32| runtime_folder_of(*pid).is_some_and(|folder| resolved(&folder) == runtime);
-    qemus_in(memory).filter(is_ours).collect()
-}
-
-/// Pids of QEMUs that name a RAM file in this memory folder. In a container, the same path may be another folder.
-fn qemus_in(memory: &Path) -> impl Iterator<Item = u32> {
+    // In a container, both paths may be other folders.
     let is_here = |pid: &u32| !has_other_mounts(*pid) || maps_file_in(*pid, memory);
-    processes_naming(&memory.join("ram-")).into_iter().filter(is_here)
+    processes_naming(&memory.join("ram-")).into_iter().filter(is_ours).filter(is_here).collect()
 }
 
 /// Whether the process is known to be in another mount namespace.
@@ -101,7 +97,7 @@ fn why_others(owner: &Path, is_locked: bool, runtime: &Path, memory: &Path) -> O
     if is_locked && is_others {
         return Some(keeper_runs(owner));
     }
-    for pid in qemus_in(memory) {
+    for pid in processes_naming(&memory.join("ram-")) {
         let folder = runtime_folder_of(pid).map(|folder| resolved(&folder));
         // Any process may name a RAM file on its command line. Only a process with access to the folder can map it.
         if let Some(folder) = folder.filter(|folder| folder != runtime && maps_file_in(pid, memory)) {
@@ -203,7 +199,7 @@ mod tests {
         let folder = tempfile::tempdir_in("/dev/shm").unwrap();
         let memory = folder.path();
         let ram = memory.join("ram-1");
-        // A program that is the RAM file, so it maps it.
+        // A program that is the RAM file, so it maps it. Its loader complains that there is no such library.
         let check = |mounts: &str, is_here: bool| {
             let script = format!(
                 "{mounts} cp /bin/sh {ram}; LD_PRELOAD={folder}/container/pin.so exec {ram} -c 'echo; read end' \
