@@ -89,7 +89,7 @@ fn cache_survives_resets_of_a_domain_that_uefi_boots() -> Result<()> {
     vm.start()?;
     let reset: (&str, Deed) = ("virsh reset", |vm| vm.virsh("reset", &[]).map(drop));
     // UEFI writes over some memory before it comes to the disks, for example that from 9 to 16 MiB.
-    assert_warm_after_each(&vm, "vdb", PAGES * 49 / 50, &[reset])
+    assert_warm_after_each(&vm, "vdb", PAGES * 49 / 50, &[reset; 2])
 }
 
 /// Both disks wait while the blocks are moved, and libvirt's next order waits for QEMU.
